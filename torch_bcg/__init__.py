@@ -1,0 +1,10 @@
+"""CUDA graphs with eager operations in between, as a torch.compile backend: ``backend="bcg"``."""
+
+from torch_bcg.counters import stats
+from torch_bcg.dynamo import bcg
+from torch_bcg.errors import BCGError
+from torch_bcg.marking import eager_on_graph
+from torch_bcg.options import Options
+
+__version__ = "0.1.0"
+__all__ = ["BCGError", "Options", "__version__", "bcg", "eager_on_graph", "stats"]

@@ -1,0 +1,382 @@
+"""The backend: what happens to a graph that Dynamo hands over, and in which order.
+
+`Backend.__call__` runs once a graph: facts, partition, plan. `CompiledGraph.__call__` runs at every
+call: find the program and replay it, or run for real and record. Everything else is in the modules
+named on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_bcg import marking
+from torch_bcg.counters import counters
+from torch_bcg.errors import (
+    BCGWarning,
+    CaptureError,
+    CutError,
+    EagerCallError,
+    MovedError,
+    OptionError,
+)
+from torch_bcg.graph import modes
+from torch_bcg.graph.facts import facts_of
+from torch_bcg.graph.inline import inlined
+from torch_bcg.graph.ir import Plan, Reason
+from torch_bcg.graph.partition import partition
+from torch_bcg.graph.plan import make_plan
+from torch_bcg.graph.sizes import geometries
+from torch_bcg.options import Options
+from torch_bcg.runtime.capture import capture
+from torch_bcg.runtime.device import pool_of
+from torch_bcg.runtime.probe import probe
+from torch_bcg.runtime.program import Program
+
+log = logging.getLogger(__name__)
+_graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+_number = itertools.count()
+
+
+class Backend:
+    """``torch.compile(..., backend="bcg")``; `bcg` is its one instance."""
+
+    compiler_name = "bcg"
+    __name__ = "bcg"
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> Callable[..., Any]:
+        """Plans one graph and returns what Dynamo calls in its place.
+
+        Args:
+            gm: Dynamo's graph: torch-level calls, in-place operations in place.
+            example_inputs: the arguments it was traced with.
+            mode: refused; ``torch.compile`` modes belong to Inductor.
+            options: see `Options`.
+
+        Raises:
+            OptionError: an option or environment variable is wrong, or a mode was given.
+            CutError: a cut nobody asked for, with ``on_cut="error"``.
+        """
+        if mode is not None:
+            raise OptionError(
+                "backend='bcg' takes no mode=.",
+                where="torch.compile(..., mode=...)",
+                expected="options={...}",
+                found=f"mode={mode!r}",
+                fix="Leave mode= out; what can be chosen is an option of torch_bcg.Options.",
+            )
+        chosen = Options.make(options)
+        name = f"graph_{next(_number)}"
+        if chosen.execute == "off":
+            return Unrecorded(gm, "execute=off", chosen, warn=False)
+        if needs_gradients(gm, example_inputs):
+            return Unrecorded(gm, "gradients", chosen)
+        return CompiledGraph(name, gm, example_inputs, chosen)
+
+    def reset(self) -> None:
+        """Frees every program, slot and pool; ``torch._dynamo.reset()`` calls it."""
+        for graph in list(_graphs):
+            graph.reset()
+
+
+bcg = Backend()
+
+
+def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> bool:
+    """Whether autograd would record the graph."""
+    enabled = torch.is_grad_enabled() or any(
+        n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes
+    )
+    return enabled and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def static_arguments(gm: fx.GraphModule, example_inputs: Sequence[object]) -> frozenset[str]:
+    """Placeholders that keep their address: parameters, buffers, module tensors, marked ones."""
+    return frozenset(
+        node.name
+        for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        if isinstance(x, torch.Tensor)
+        and (
+            isinstance(x, torch.nn.Parameter)
+            or hasattr(x, "_dynamo_static_input_type")
+            or "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+        )
+    )
+
+
+class Unrecorded:
+    """A graph that is never recorded: the plain functions at marked nodes, autograd and all."""
+
+    def __init__(self, gm: fx.GraphModule, reason: str, options: Options, warn: bool = True) -> None:
+        self.forward = plain(gm)
+        self.reason, self.options, self.warn = reason, options, warn
+        self.warned: set[str] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        if self.warn:
+            tell_eager_call(self.reason, self.options, self.warned)
+        counters.eager_calls[self.reason] = counters.eager_calls.get(self.reason, 0) + 1
+        return self.forward(*args)
+
+
+def plain(gm: fx.GraphModule) -> Callable[..., Any]:
+    """``gm`` with the plain function at each marked operator, leaving no mode behind."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        function = marking.plain_function(node.target)
+        if function is not None:
+            node.target = function
+    forward = fx.GraphModule(gm, graph).forward
+    if not modes.has_modes(graph):
+        return forward
+
+    def guarded(*args: Any) -> Any:
+        with modes.preserved():
+            return forward(*args)
+
+    return guarded
+
+
+class CompiledGraph:
+    """One graph of Dynamo's: its plan, and a program for each key and set of static tensors."""
+
+    def __init__(
+        self, name: str, gm: fx.GraphModule, example_inputs: Sequence[object], options: Options
+    ) -> None:
+        self.name, self.options = name, options
+        self.gm = inlined(gm)
+        self.eager = plain(self.gm)
+        self.static = static_arguments(gm, example_inputs)
+        self.facts = facts_of(self.gm, example_inputs)
+        self.marks = [marking.resolve(m) for m in options.mark]
+        self.unrecorded_segments = getattr(options, "unrecorded")
+        self.warned: set[str] = set()
+        self.pool = pool_of(self.facts.device)
+        self.found: dict[str, Reason] = {}
+        self.programs: list[Program] = []
+        self.reset()
+        _graphs.add(self)
+
+    def make_plan(self) -> None:
+        """Facts, marks and what the probe found -> plan; programs of an older plan are freed."""
+        self.generation = marking.generation()
+        parts = partition(
+            self.gm,
+            self.facts,
+            lambda node: marking.mark_of(node, self.marks),
+            self.found,
+            self.options.min_segment_kernels,
+        )
+        plan, self.lowering = make_plan(self.name, self.gm, self.facts, parts, self.static)
+        if getattr(self, "plan", None) != plan:
+            self.free()
+            self.plan: Plan = plan
+            self.geometries = geometries(plan)
+            self.key = key_reader(plan)
+            self.tell_cuts()
+            log.debug("%s", plan)
+
+    def __call__(self, *args: Any) -> Any:
+        """One call: replay if there is a program, else run for real, and record if it is time."""
+        with self.pool.lock:
+            if self.pool.busy:
+                return self.run_eagerly(args, "re-entry")
+            if self.pool.capturing():
+                return self.run_eagerly(args, "outer capture")
+            if self.generation != marking.generation():
+                self.make_plan()
+            key = self.key(args)
+            program = self.find(key, args)
+            if program is None:
+                return self.run_for_real(key, args)
+            if program.overlaps is not None and program.overlaps.found(args) is not None:
+                return self.run_eagerly(args, "overlapping arguments")
+            self.pool.order()
+            with self.pool.in_use():
+                result = program.replay(args)
+            self.count_replay(program)
+            return result
+
+    def find(self, key: tuple[int, ...], args: Sequence[Any]) -> Program | None:
+        """The program of this key whose static tensors are these; the last used comes first."""
+        for i, program in enumerate(self.programs):
+            if program.key == key and program.statics.match(args):
+                if i:
+                    self.programs.insert(0, self.programs.pop(i))
+                return program
+        return None
+
+    def run_for_real(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+        """A call without a program: the probe, a warming call, or an eager one."""
+        if self.plan.unrecorded is not None:
+            return self.run_eagerly(args, str(self.plan.unrecorded))
+        self.drop_dead(args)
+        mine = sum(p.statics.match(args) for p in self.programs)
+        if mine >= self.options.max_programs:
+            return self.run_eagerly(args, "max_programs")
+        self.seen[key] = self.seen.get(key, 0) + 1
+        self.pool.order()
+        if not self.probed:
+            result = self.run_probe(key, args)
+            self.hot.add(key)
+        else:
+            counters.warming += 1
+            with self.pool.in_use():
+                result = self.eager(*args)
+            if self.seen[key] >= 2:
+                self.hot.add(key)
+        if key in self.hot:
+            self.record(key, args)
+        return result
+
+    def run_probe(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+        """The first call: its report adds cuts, with which the graph is planned again."""
+        counters.probes += 1
+        with self.pool.in_use():
+            result, reasons = probe(self.gm, args, self.plan, self.geometries(*key), self.pool)
+        self.probed = True
+        if reasons:
+            self.found.update((r.node, r) for r in reasons)
+            self.make_plan()
+        return result
+
+    def record(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
+        """Captures a program; what fails to record is cut, with its error as the reason."""
+        while self.plan.unrecorded is None:
+            try:
+                with self.pool.in_use():
+                    program = capture(
+                        self.plan, self.lowering, self.geometries(*key), key, args, self.pool,
+                        self.options.unrecorded,
+                    )  # fmt: skip
+            except CaptureError as error:
+                self.cut(error)
+                continue
+            self.programs.insert(0, program)
+            counters.captures += 1
+            return
+
+    def cut(self, error: CaptureError) -> None:
+        """Makes the operation at which a capture failed eager."""
+        node = getattr(error, "node", "")
+        segment = self.plan.segments[error.segment]  # type: ignore[attr-defined]
+        for name in (node,) if node in segment.nodes else segment.nodes:
+            self.found[name] = Reason("cannot be recorded", name, detail=error.found)
+        self.make_plan()
+
+    def run_eagerly(self, args: Sequence[Any], reason: str) -> Any:
+        """An eager call: never silent."""
+        tell_eager_call(reason, self.options, self.warned)
+        counters.eager_calls[reason] = counters.eager_calls.get(reason, 0) + 1
+        counters.kernels += self.plan.kernels
+        return self.eager(*args)
+
+    def drop_dead(self, args: Sequence[Any]) -> None:
+        """Frees programs whose static tensors are gone or lie elsewhere now."""
+        for program in list(self.programs):
+            names = program.statics.moved(args)
+            if names:
+                tell_moved(names, self.options)
+            if names or program.statics.dead():
+                self.programs.remove(program)
+                program.free()
+
+    def count_replay(self, program: Program) -> None:
+        counters.replays += 1
+        counters.kernels += self.plan.kernels
+        counters.recorded_kernels += self.plan.recorded_kernels
+        counters.copied_bytes += program.copied_bytes
+
+    def tell_cuts(self) -> None:
+        """``on_cut``: cuts that nobody marked."""
+        cuts = [r for r in self.plan.reasons if r.kind != "mark"]
+        if not cuts or self.options.on_cut == "accept":
+            return
+        if self.options.on_cut == "error":
+            raise CutError(
+                f"{self.name} is cut where nothing is marked.",
+                where=str(cuts[0]),
+                expected="cuts at marked operations alone, as on_cut='error' asks",
+                found=f"{len(cuts)} more: " + "; ".join(map(str, cuts)),
+                fix="Mark them with torch_bcg.eager_on_graph, or choose on_cut='accept'.",
+            )
+        for r in cuts:
+            if str(r) not in self.warned:
+                self.warned.add(str(r))
+                warnings.warn(f"{self.name} is cut: {r}", BCGWarning, stacklevel=2)
+
+    def free(self) -> None:
+        """Frees the programs; the next calls record again."""
+        for program in self.programs:
+            program.free()
+        self.programs.clear()
+
+    def reset(self) -> None:
+        """Back to the state before the first call."""
+        self.free()
+        self.found.clear()
+        self.seen: dict[tuple[int, ...], int] = {}
+        self.hot: set[tuple[int, ...]] = set()
+        self.probed = False
+        self.make_plan()
+
+
+def key_reader(plan: Plan) -> Callable[[Sequence[Any]], tuple[int, ...]]:
+    """What reads the symbols' values from the arguments of a call."""
+    place = {name: i for i, name in enumerate(plan.arguments)}
+    reads = [(place[argument], dim) for _, argument, dim in plan.symbols]
+    if not reads:
+        return lambda args: ()
+    if all(dim < 0 for _, dim in reads) and len(reads) > 1:
+        return operator.itemgetter(*(i for i, _ in reads))
+    return lambda args: tuple(args[i] if dim < 0 else args[i].shape[dim] for i, dim in reads)
+
+
+def tell_eager_call(reason: str, options: Options, warned: set[str]) -> None:
+    """``on_eager_call``: says once a reason that a call was not replayed."""
+    fix = (
+        "Call it under torch.inference_mode(), or torch.no_grad()."
+        if reason == "gradients"
+        else "torch_bcg.explain() shows the plan; on_eager_call='count' is silent."
+    )
+    if options.on_eager_call == "error":
+        raise EagerCallError(
+            "A call was not replayed.", where="call", expected="a replay", found=reason, fix=fix
+        )
+    if options.on_eager_call == "warn" and reason not in warned:
+        warned.add(reason)
+        warnings.warn(f"A call was not replayed: {reason}. {fix}", BCGWarning, stacklevel=4)
+
+
+def tell_moved(names: Sequence[str], options: Options) -> None:
+    """``on_moved``: static tensors of a live module lie elsewhere."""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if options.on_moved == "error":
+        raise MovedError(
+            f"Static tensors moved: {shown}.",
+            where="call",
+            expected="the addresses they were recorded at",
+            found="other addresses",
+            fix="Write into them with copy_, or choose on_moved='recapture'.",
+        )
+    warnings.warn(f"Static tensors moved, recording again: {shown}.", BCGWarning, stacklevel=5)
+
+
+

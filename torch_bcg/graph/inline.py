@@ -1,0 +1,73 @@
+"""Checkpointed and nested compile regions, inlined: a mark inside them must be seen.
+
+Without gradients such a region means no more than its body, but Dynamo hands it over as one node.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_INLINED = ("tag_activation_checkpoint", "invoke_subgraph", "wrap", "wrap_activation_checkpoint")
+
+
+def inlined(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``gm`` in which those regions are nodes like others; names stay the same."""
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    _copy(gm, graph, env, prefix="")
+    result = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
+    result.meta = dict(gm.meta)
+    return result
+
+
+def _copy(gm: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], prefix: str) -> Any:
+    """Copies nodes but placeholders given in ``env``; returns what the graph returns."""
+
+    def at(p: fx.Node) -> Any:
+        return env[p]
+
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            returned = fx.node.map_arg(node.args[0], at)
+            if not prefix:
+                graph.output(returned)
+            return returned
+        if node in env:
+            continue
+        body = _body(gm, node)
+        if body is not None:
+            module, operands = body
+            inner = {
+                p: at(o) if isinstance(o, fx.Node) else o
+                for p, o in zip(module.graph.find_nodes(op="placeholder"), operands, strict=True)
+            }
+            path = prefix + str(node.args[0].target) + "."
+            env[node] = _copy(module, graph, inner, path)
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], (tuple, list)):
+            env[node] = env[node.args[0]][node.args[1]]
+        else:
+            env[node] = graph.node_copy(node, at)
+            if node.op in ("get_attr", "call_module"):
+                env[node].target = prefix + str(node.target)
+    raise AssertionError("a graph without an output node")
+
+
+def _body(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:
+    """The body of a region and what it takes, or None for any other node."""
+    target = node.target
+    if not isinstance(target, torch._ops.HigherOrderOperator) or target.name() not in _INLINED:
+        return None
+    first = node.args[0]
+    if not isinstance(first, fx.Node) or first.op != "get_attr":
+        return None
+    module = gm.get_submodule(str(first.target))
+    operands = [a for a in node.args[1:] if not isinstance(a, str)]
+    if not isinstance(module, fx.GraphModule):
+        return None
+    if len(module.graph.find_nodes(op="placeholder")) != len(operands):
+        return None
+    return module, tuple(operands)

@@ -1,0 +1,348 @@
+"""Partition + facts -> Plan: where every value lives, who reads and writes it, what is returned.
+
+One symbolic plan serves all sizes of a graph. The rules are those of the call contract: a static
+tensor stays where it is, a user input that a kernel of a recorded segment reads or writes is copied
+into a slot, whatever only eager segments touch is passed on, and what an eager segment makes for a
+recorded one is bridged. All of it is decided per storage, so views never disagree with their base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from torch_bcg.graph.facts import Facts, NodeFacts, TensorFact
+from torch_bcg.graph.ir import (
+    EagerSegment,
+    GraphSegment,
+    Home,
+    NumberSlot,
+    Output,
+    Plan,
+    Reason,
+    Segment,
+    Value,
+)
+from torch_bcg.graph.lower import Lowering, Needs
+from torch_bcg.graph.partition import Partition, Stretch, where
+
+# Homes at an address that stays for the life of a program.
+FIXED: frozenset[str] = frozenset(
+    ("static", "slot", "size", "constant", "recorded", "scratch", "bridge", "alias")
+)
+
+
+def make_plan(
+    name: str, gm: fx.GraphModule, facts: Facts, parts: Partition, static: Iterable[str]
+) -> tuple[Plan, Lowering]:
+    """The plan of one graph, and what lowers its segments.
+
+    Args:
+        name: name of the plan.
+        static: names of the placeholders that keep their address between calls.
+    """
+    planner = _Planner(name, gm, facts, parts, frozenset(static))
+    return planner.plan(), planner.lowering
+
+
+class _Planner:
+    def __init__(
+        self, name: str, gm: fx.GraphModule, facts: Facts, parts: Partition, static: frozenset[str]
+    ) -> None:
+        self.name, self.gm, self.facts, self.parts = name, gm, facts, parts
+        self.nodes: dict[str, fx.Node] = {n.name: n for n in gm.graph.nodes}
+        self.static = static
+        self.stretch = {n.name: s for s in parts.stretches for n in s.nodes}
+        apart = {n.name for n in (*parts.scratch, *parts.constants)}
+        self.canonical = {n: f.same_as for n, f in facts.nodes.items() if f.same_as}
+        self.floats = {
+            n.name
+            for n in gm.graph.nodes
+            if n.op not in ("placeholder", "output")
+            and n.name not in self.stretch
+            and n.name not in apart
+            and not (n.op == "get_attr" and facts.nodes[n.name].tensors)
+            and facts.nodes[n.name].kind != "mode"
+        }
+        self.lowering = Lowering(gm, self.canonical, self.floats)
+        self.touched = self.touched_storages()
+        self.live = {n.name for n in parts.live}
+        self.owner = self.owners()
+        self.bound: dict[str, bool] = {}
+
+    def touched_storages(self) -> frozenset[int]:
+        """Storages that kernels of recorded segments read or write."""
+        touched: set[int] = set()
+        for stretch in self.parts.stretches:
+            for node in stretch.nodes if not stretch.reasons else ():
+                f = self.facts.nodes[node.name]
+                numbers = {
+                    t.storage
+                    for (n, _), number in self.parts.number_operands.items()
+                    if n is node
+                    for t in self.facts.nodes[number.name].tensors
+                }
+                touched |= (f.reads | f.writes) - numbers
+        return frozenset(touched)
+
+    def owners(self) -> Mapping[int, str]:
+        """Storage -> the value that has it: its maker, or the first item of what a node returned."""
+        owner: dict[int, str] = {}
+        for node in self.gm.graph.nodes:
+            f = self.facts.nodes[node.name]
+            for t in f.tensors:
+                if t.storage in owner or (len(f.tensors) > 1 and node.op != "placeholder"):
+                    continue
+                if node.name in self.floats or node.name in self.canonical:
+                    continue
+                owner[t.storage] = node.name
+        return owner
+
+    # homes
+
+    def home(self, name: str) -> Home:
+        node, f = self.nodes[name], self.facts.nodes[name]
+        if node.op == "placeholder":
+            if not f.tensors:
+                return "size" if f.symbols and f.symbols <= self.facts.key_symbols else "number"
+            if name in self.static:
+                return "static"
+            (t,) = f.tensors
+            return "slot" if t.storage in self.touched and not t.special else "reference"
+        if node.op == "get_attr":
+            return "static"
+        if node in self.parts.constants:
+            return "constant"
+        if node in self.parts.scratch:
+            return "scratch"
+        if name in self.floats:
+            return "size"
+        eager = bool(self.stretch[name].reasons)
+        if len(f.tensors) != 1 or f.tensors[0].special:
+            return "fresh"
+        owner = self.owner.get(f.tensors[0].storage, name)
+        if owner != name:
+            return "alias" if self.home(owner) in FIXED else "fresh"
+        if not eager:
+            return "recorded"
+        return "bridge" if f.tensors[0].storage in self.touched else "fresh"
+
+    def fixed(self, name: str) -> bool:
+        """Whether a node's value can be bound when a program is built."""
+        name = self.canonical.get(name, name)
+        if name not in self.bound:
+            if name not in self.floats:
+                self.bound[name] = self.home(name) in FIXED
+            elif self.facts.nodes[name].kind == "number":
+                f = self.facts.nodes[name]
+                self.bound[name] = name not in self.live and f.symbols <= self.facts.key_symbols
+            else:
+                inputs = self.nodes[name].all_input_nodes
+                self.bound[name] = name not in self.live and all(self.fixed(p.name) for p in inputs)
+        return self.bound[name]
+
+    def value(self, name: str) -> Value:
+        f = self.facts.nodes[name]
+        home = self.home(name)
+        if home == "size":
+            return Value(name, home, expr=f.expr)
+        if len(f.tensors) != 1:
+            return Value(name, home)
+        (t,) = f.tensors
+        owner = self.owner.get(t.storage, name)
+        known = not t.unbacked and not t.special
+        return Value(
+            name,
+            home,
+            t.spec if known else None,
+            t.storage,
+            owner if home == "alias" else "",
+            written=t.storage in self.facts.written,
+        )
+
+    # segments
+
+    def plan(self) -> Plan:
+        symbols, missing = self.symbols()
+        whole = self.facts.whole
+        unrecorded = None
+        if whole is not None:
+            unrecorded = Reason(whole[0], whole[2], where(self.nodes[whole[2]]), whole[1])
+        elif missing:
+            unrecorded = Reason("size from no argument", missing, detail=missing)
+        if unrecorded is not None:
+            arguments = tuple(n.name for n in self.gm.graph.nodes if n.op == "placeholder")
+            return Plan(
+                self.name, self.facts.device, (), arguments, (), (), (), (), unrecorded
+            )
+        slots = {
+            (node.name, index): NumberSlot(
+                f"{number.name}_{self.facts.nodes[node.name].tensors[0].spec.dtype}",
+                number.name,
+                self.facts.nodes[node.name].tensors[0].spec.dtype,
+            )
+            for (node, index), number in self.parts.number_operands.items()
+            if not self.stretch[node.name].reasons
+        }
+        needs = [self.needs(s, slots) for s in self.parts.stretches]
+        outputs = tuple(self.output(leaf) for leaf in self.leaves())
+        named = {n for need in needs for n in need.outside}
+        named |= {n.name for n in self.gm.graph.nodes if n.op == "placeholder"}
+        named |= {n.name for n in (*self.parts.scratch, *self.parts.constants)}
+        named |= {p.name for n in self.parts.constants for p in n.all_input_nodes}
+        named |= {o.name for o in outputs if o.how in ("carried", "clone", "view")}
+        wanted = {source for name in named for source in self.sources(name)}
+        segments = tuple(
+            self.segment(i, s, n, slots, wanted)
+            for i, (s, n) in enumerate(zip(self.parts.stretches, needs, strict=True))
+        )
+        return Plan(
+            self.name,
+            self.facts.device,
+            symbols,
+            tuple(n.name for n in self.gm.graph.nodes if n.op == "placeholder"),
+            (*self.values(wanted), *self.views(outputs, wanted)),
+            segments,
+            tuple(dict.fromkeys(slots.values())),
+            outputs,
+        )
+
+    def symbols(self) -> tuple[tuple[tuple[str, str, int], ...], str]:
+        """Where each symbol of the key is read, and one that no argument gives ("")."""
+        found: dict[str, tuple[str, str, int]] = {}
+        for node in self.gm.graph.nodes:
+            f = self.facts.nodes[node.name]
+            if node.op == "placeholder" and not f.tensors and f.expr in self.facts.key_symbols:
+                found.setdefault(f.expr, (f.expr, node.name, -1))
+        for node in self.gm.graph.nodes:
+            f = self.facts.nodes[node.name]
+            if node.op == "placeholder":
+                for t in f.tensors:
+                    for dim, size in enumerate(t.spec.size):
+                        if size in self.facts.key_symbols:
+                            found.setdefault(size, (size, node.name, dim))
+        missing = sorted(self.facts.key_symbols - set(found))
+        return tuple(found[s] for s in sorted(found)), missing[0] if missing else ""
+
+    def needs(self, stretch: Stretch, slots: Mapping[tuple[str, int], NumberSlot]) -> Needs:
+        own = {n.name for n in stretch.nodes}
+        needs = self.lowering.needs((n.name for n in stretch.nodes), own, self.fixed)
+        if not stretch.reasons:
+            # A number read from a slot is no operand any more.
+            numbers = {s.source for (n, _), s in slots.items() if n in own}
+            needs.outside = [n for n in needs.outside if n not in numbers or self.fixed(n)]
+            needs.inside -= {n for n in needs.inside if n in self.live}
+            needs.outside = [n for n in needs.outside if self.fixed(n)]
+        return needs
+
+    def segment(
+        self,
+        index: int,
+        stretch: Stretch,
+        needs: Needs,
+        slots: Mapping[tuple[str, int], NumberSlot],
+        wanted: set[str],
+    ) -> Segment:
+        names = tuple(n.name for n in stretch.nodes)
+        written = {s for n in names for s in self.facts.nodes[n].writes}
+        arguments = [n.name for n in self.gm.graph.nodes if n.op == "placeholder"]
+        copy_back = tuple(
+            a
+            for a in arguments
+            for t in self.facts.nodes[a].tensors
+            if t.storage in written and self.home(a) == "slot"
+        )
+        common = {
+            "index": index,
+            "nodes": names,
+            "inputs": tuple(n for n in needs.outside if self.fixed(n)),
+            "carried": tuple(n for n in needs.outside if not self.fixed(n)),
+            "outputs": tuple(
+                n for n in names if n in wanted and self.home(n) in ("recorded", "bridge", "fresh")
+            ),
+            "copy_back": copy_back,
+            "kernels": sum(self.facts.nodes[n].kernels for n in names),
+            "module": module_path(stretch.nodes),
+        }
+        if stretch.reasons:
+            return EagerSegment(**common, reasons=tuple(stretch.reasons))  # type: ignore[arg-type]
+        own = [(n, i, s.name) for (n, i), s in slots.items() if n in set(names)]
+        return GraphSegment(**common, number_slots=tuple(own))  # type: ignore[arg-type]
+
+    def sources(self, name: str) -> Iterable[str]:
+        """The values with a home that a node is, or is remade from."""
+        name = self.canonical.get(name, name)
+        node = self.nodes[name]
+        if name not in self.floats or (self.facts.nodes[name].kind == "number" and self.fixed(name)):
+            yield name
+            if name not in self.floats and self.home(name) == "alias":
+                yield self.owner[self.facts.nodes[name].tensors[0].storage]
+        elif node.op != "get_attr":
+            for p in node.all_input_nodes:
+                yield from self.sources(p.name)
+
+    def values(self, wanted: set[str]) -> tuple[Value, ...]:
+        order = self.lowering.order
+        return tuple(self.value(n) for n in sorted(wanted, key=order.__getitem__))
+
+    def views(self, outputs: Iterable[Output], wanted: set[str]) -> Iterable[Value]:
+        """Outputs that are views of arguments, by geometry."""
+        for name, base in dict.fromkeys((o.name, o.base) for o in outputs if o.delta):
+            if name not in wanted:
+                (t,) = self.facts.nodes[name].tensors
+                yield Value(name, "alias", t.spec, t.storage, base)
+
+    # outputs
+
+    def leaves(self) -> Sequence[object]:
+        (output,) = (n for n in self.gm.graph.nodes if n.op == "output")
+        return tree_leaves(output.args[0])
+
+    def output(self, leaf: object) -> Output:
+        if not isinstance(leaf, fx.Node):
+            return Output("literal", repr(leaf))
+        name = self.canonical.get(leaf.name, leaf.name)
+        f: NodeFacts = self.facts.nodes[name]
+        if f.kind == "number" or not f.tensors:
+            if name in self.live or not f.expr or not f.symbols <= self.facts.key_symbols:
+                return Output("carried", name)
+            return Output("size", f.expr)
+        if len(f.tensors) > 1:
+            return Output("carried", name)
+        (t,) = f.tensors
+        owner = self.owner.get(t.storage, name)
+        home = self.home(owner)
+        if home in ("static", "slot", "reference") and (name == owner or self.stands_in(name, t)):
+            return Output("view", name, owner, "" if name == owner else t.spec.offset)
+        if home in ("static", "slot"):
+            return Output("view", name, owner)
+        if home in FIXED:
+            return Output("clone", name)
+        return Output("carried", name)
+
+    def stands_in(self, name: str, t: TensorFact) -> bool:
+        """Whether geometry alone remakes the view from its base."""
+        if name in self.floats or self.home(name) == "alias":
+            return not t.special and not t.unbacked and t.lazy == (False, False)
+        return False
+
+
+def module_path(nodes: Sequence[fx.Node]) -> str:
+    """Longest module path all nodes share, e.g. ``model.layers.0``; "" if none."""
+    paths: list[list[str]] = []
+    for node in nodes:
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        if stack:
+            text = str(stack[-1][0]).replace("['", ".").replace("']", "").replace("[", ".")
+            parts = text.replace("]", "").replace("(", "").replace(")", "").split(".")
+            paths.append([p for p in parts if p not in ("L", "G", "self", "_modules", "")])
+    if not paths:
+        return ""
+    shared = paths[0]
+    for path in paths[1:]:
+        same = [a == b for a, b in zip(shared, path, strict=False)]
+        shared = shared[: same.index(False) if False in same else len(same)]
+    return ".".join(shared)
+

@@ -1,0 +1,39 @@
+"""Expressions of a plan -> numbers, for the symbols of one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from torch_bcg.graph.ir import Plan, TensorSpec
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides in elements; offset in bytes
+
+
+def compiled(expressions: Iterable[str], symbols: Sequence[str]) -> Callable[..., tuple[object, ...]]:
+    """One function of the symbols' values that gives every expression's value, in order."""
+    body = "".join(e + "," for e in expressions)
+    source = f"lambda {', '.join(symbols)}: ({body})"
+    namespace = {"math": math, "torch": torch}
+    function: Callable[..., tuple[object, ...]] = eval(compile(source, "<sizes of a plan>", "eval"), namespace)
+    return function
+
+
+def geometries(plan: Plan) -> Callable[..., Mapping[str, Geometry]]:
+    """A function of the key that gives the geometry of every tensor value of ``plan``."""
+    values = [v for v in plan.values if v.spec is not None]
+    specs = [v.spec for v in values if v.spec is not None]
+    function = compiled((_tuple(s) for s in specs), [s for s, _, _ in plan.symbols])
+
+    def at(*key: int) -> Mapping[str, Geometry]:
+        return dict(zip((v.name for v in values), function(*key), strict=True))  # type: ignore[arg-type]
+
+    return at
+
+
+def _tuple(spec: TensorSpec) -> str:
+    size = "".join(s + "," for s in spec.size)
+    stride = "".join(s + "," for s in spec.stride)
+    return f"(({size}), ({stride}), {spec.offset})"

@@ -1,0 +1,326 @@
+"""(Plan, key, static addresses) -> Program: allocates, records, binds. Runs no eager operation.
+
+Everything was decided before: this module walks the plan once and turns each decision into memory
+or a step. Slots and recordings are made outside inference mode, so that a call in any mode may
+write them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_bcg.errors import CaptureError
+from torch_bcg.graph import modes
+from torch_bcg.graph.ir import GraphSegment, Output, Plan, Segment, Value
+from torch_bcg.graph.lower import Lowering, failed_node
+from torch_bcg.graph.sizes import Geometry, compiled
+from torch_bcg.runtime import memory, steps
+from torch_bcg.runtime.device import Pool, no_collection
+from torch_bcg.runtime.program import Program
+from torch_bcg.runtime.recorders import recorder_for
+from torch_bcg.runtime.statics import overlaps_of, statics_of
+
+
+def capture(
+    plan: Plan,
+    lowering: Lowering,
+    geometries: Mapping[str, Geometry],
+    key: tuple[int, ...],
+    args: Sequence[Any],
+    pool: Pool,
+    unrecorded: Callable[[int], bool],
+) -> Program:
+    """Builds the program of one key and one set of static tensors.
+
+    Args:
+        plan: what to build.
+        lowering: makes the code of its segments.
+        geometries: of the plan's values at this key.
+        key: values of the plan's symbols.
+        args: arguments of a call; static tensors are bound, others only looked at.
+        pool: of the plan's device.
+        unrecorded: segments, by index, to run unrecorded from the same slots.
+
+    Raises:
+        CaptureError: a segment cannot be recorded; its ``node`` is the one that failed.
+    """
+    with torch.inference_mode(False), torch.no_grad(), no_collection():
+        return _Builder(plan, lowering, geometries, key, args, pool, unrecorded).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        plan: Plan,
+        lowering: Lowering,
+        geometries: Mapping[str, Geometry],
+        key: tuple[int, ...],
+        args: Sequence[Any],
+        pool: Pool,
+        unrecorded: Callable[[int], bool],
+    ) -> None:
+        self.plan, self.lowering, self.geometries = plan, lowering, geometries
+        self.key, self.pool, self.unrecorded = key, pool, unrecorded
+        self.given = args
+        self.args = dict(zip(plan.arguments, args, strict=True))
+        self.place = {name: i for i, name in enumerate(plan.arguments)}
+        self.values = {v.name: v for v in plan.values}
+        self.bound: dict[str, Any] = {}
+        self.cell: dict[str, int] = {}
+        self.cells: list[Any] = []  # the object the steps hold; as long as the template in the end
+        self.template: list[Any] = []
+        self.loads: dict[str, int] = {}
+        self.steps: list[steps.Step] = []
+        self.owners: list[object] = []
+        self.copied = 0
+        self.bytes = 0
+
+    def build(self) -> Program:
+        self.bind_arguments()
+        self.bind_memory()
+        self.copy_in()
+        self.numbers()
+        for segment in self.plan.segments:
+            if isinstance(segment, GraphSegment):
+                self.record(segment)
+            else:
+                self.run_eagerly(segment)
+            self.copy_back(segment)
+        result = self.outputs()
+        self.cells[:] = self.template
+        return Program(
+            self.plan, self.key, statics_of(self.plan, self.given), overlaps_of(self.plan, self.given),
+            [(self.cell[name], place) for name, place in self.loads.items()],
+            self.steps, self.cells, self.template, result, self.copied, self.bytes, self.owners,
+        )  # fmt: skip
+
+    # memory
+
+    def bind_arguments(self) -> None:
+        symbols = [s for s, _, _ in self.plan.symbols]
+        sizes = [v for v in self.plan.values if v.home == "size"]
+        numbers = compiled((v.expr for v in sizes), symbols)(*self.key)
+        self.bound.update(zip((v.name for v in sizes), numbers, strict=True))
+        for v in self.plan.values:
+            if v.home == "static":
+                given = self.args.get(v.name)
+                if given is None:
+                    given = operator.attrgetter(str(self.lowering.nodes[v.name].target))(self.lowering.gm)
+                self.bound[v.name] = memory.shared(given)
+
+    def bind_memory(self) -> None:
+        for v in self.plan.values:
+            if v.home in ("slot", "scratch", "bridge"):
+                self.bound[v.name] = self.allocate(v)
+            elif v.home == "constant":
+                node = self.lowering.nodes[v.name]
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda p: self.resolve(p.name))
+                self.bound[v.name] = _call(node, args, kwargs)
+
+    def allocate(self, v: Value) -> Tensor:
+        assert v.spec is not None
+        t = memory.allocate(v.spec, self.geometries[v.name])
+        self.bytes += t.untyped_storage().nbytes()
+        return t
+
+    def resolve(self, name: str) -> Any:
+        """The fixed value of a node: bound, or made now from what is bound."""
+        name = self.lowering.canonical.get(name, name)
+        if name not in self.bound:
+            v = self.values.get(name)
+            if v is not None and v.home == "alias":
+                assert v.spec is not None
+                base = self.resolve(v.base)
+                size, stride, offset = self.geometries[name]
+                shift = self.geometries[v.base][2]
+                self.bound[name] = memory.moved_view(base, v.spec.dtype, (size, stride, offset - shift))
+            else:
+                node = self.lowering.nodes[name]
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda p: self.resolve(p.name))
+                self.bound[name] = _call(node, args, kwargs)
+        return self.bound[name]
+
+    def cell_of(self, name: str) -> int:
+        if name not in self.cell:
+            self.cell[name] = len(self.template)
+            self.template.append(None)
+            if name in self.place:
+                self.loads[name] = self.place[name]
+        return self.cell[name]
+
+    # steps
+
+    def copy_in(self) -> None:
+        groups: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
+        for v in self.plan.values:
+            if v.home != "slot":
+                continue
+            slot, cell = self.bound[v.name], self.cell_of(v.name)
+            self.copied += slot.numel() * slot.itemsize
+            if memory.expanded_dims(slot):
+                self.steps.append(steps.copy_expanded(self.cells, slot, cell))
+            elif slot.numel():
+                groups.setdefault(slot.dtype, []).append((slot, cell))
+        for members in groups.values():
+            slots, places = zip(*members, strict=True)
+            self.steps.append(steps.copy_in(self.cells, slots, places))
+
+    def numbers(self) -> None:
+        slots = self.plan.number_slots
+        if not slots:
+            return
+        for s in slots:
+            self.bound[s.name] = torch.zeros((), dtype=getattr(torch, s.dtype), device=self.plan.device)
+        sources = list(dict.fromkeys(s.source for s in slots))
+        forward, loads = self.remake("numbers", sources)
+        fills = [(self.bound[s.name], sources.index(s.source)) for s in slots]
+        self.steps.append(steps.fill_numbers(self.cells, forward, loads, fills))
+
+    def remake(self, name: str, wanted: Sequence[str]) -> tuple[Callable[..., Any], list[int]]:
+        """Code that remakes per-call values, and the cells it takes."""
+        floats = [n for n in wanted if n in self.lowering.floats]
+        needs = self.lowering.needs(floats, set(floats), self.is_size)
+        outside = list(dict.fromkeys([*needs.outside, *(n for n in wanted if n not in floats)]))
+        inside = needs.inside | set(floats)
+        code = self.lowering.lower(name, (), inside, outside, wanted)
+        cells = [self.cell_of(n) for n in outside]
+        for n, cell in zip(outside, cells, strict=True):
+            if n in self.bound and n not in self.place:
+                self.template[cell] = self.bound[n]
+        return code.forward, cells
+
+    def is_size(self, name: str) -> bool:
+        return name in self.values and self.values[name].home == "size"
+
+    def code(self, segment: Segment, direct: bool) -> fx.GraphModule:
+        kind = "graph" if isinstance(segment, GraphSegment) else "eager"
+        own = set(segment.nodes)
+        taken = {*segment.inputs, *segment.carried}
+        needs = self.lowering.needs(segment.nodes, own, lambda n: n in taken)
+        skipped = {n for n in needs.outside if n not in taken}
+        inside = needs.inside - self.unreached(segment, skipped)
+        return self.lowering.lower(
+            f"{kind}_{segment.index:03d}", segment.nodes, inside,
+            (*segment.inputs, *segment.carried), segment.outputs, segment.number_slots, direct,
+        )  # fmt: skip
+
+    def unreached(self, segment: Segment, skipped: set[str]) -> set[str]:
+        """Floats that only lead to numbers read from slots."""
+        gone = set(skipped)
+        for name in self.lowering.order:
+            node = self.lowering.nodes[name]
+            if name in self.lowering.floats and any(p.name in gone for p in node.all_input_nodes):
+                gone.add(name)
+        return gone
+
+    def record(self, segment: GraphSegment) -> None:
+        code = self.code(segment, direct=False)
+        operands = [self.resolve(n) for n in segment.inputs]
+        numbers = dict.fromkeys(s for _, _, s in segment.number_slots)
+        operands += [self.bound[s] for s in numbers]
+        made = [lambda v=self.values[n]: self.allocate(v) for n in segment.outputs]
+        recorder = recorder_for(self.pool, self.unrecorded(segment.index))
+        try:
+            recording = recorder.record(code, operands, made)
+        except Exception as error:  # anybody's operator raises anything; it becomes a cut's reason
+            raise capture_error(segment, failed_node(error), error) from error
+        self.bound.update(zip(segment.outputs, recording.outputs, strict=True))
+        self.owners.append(recording)
+        self.steps.append(recording.replay)
+
+    def run_eagerly(self, segment: Segment) -> None:
+        code = self.code(segment, direct=True)
+        bound = [self.resolve(n) for n in segment.inputs]
+        loads = [self.cell_of(n) for n in segment.carried]
+        forward = code.forward
+        if modes.has_modes(code.graph):
+            forward = steps.with_modes(forward)
+        stores: list[tuple[int, int]] = []
+        bridges: list[tuple[int, Tensor, str, str]] = []
+        for i, n in enumerate(segment.outputs):
+            if self.values[n].home == "bridge":
+                slot = self.bound[n]
+                self.copied += slot.numel() * slot.itemsize
+                bridges.append((i, slot, n, type(code).__name__))
+            else:
+                stores.append((i, self.cell_of(n)))
+        self.steps.append(steps.eager(self.cells, forward, bound, loads, stores, bridges))
+
+    def copy_back(self, segment: Segment) -> None:
+        for name in segment.copy_back:
+            slot = self.bound[name]
+            self.copied += slot.numel() * slot.itemsize
+            self.steps.append(steps.copy_back(self.cells, slot, self.cell_of(name)))
+
+    # outputs
+
+    def outputs(self) -> Callable[[list[Any]], tuple[Any, ...]]:
+        symbols = [s for s, _, _ in self.plan.symbols]
+        (node,) = (n for n in self.lowering.gm.graph.nodes if n.op == "output")
+        literals = torch.utils._pytree.tree_leaves(node.args[0])
+        where: list[int] = []
+        cloned: dict[int, Tensor] = {}
+        remade: list[tuple[str, int]] = []
+        for i, o in enumerate(self.plan.outputs):
+            cell = len(self.template)
+            self.template.append(None)
+            where.append(cell)
+            if o.how == "literal":
+                self.template[cell] = literals[i]
+            elif o.how == "size":
+                (self.template[cell],) = compiled([o.name], symbols)(*self.key)
+            elif o.how == "clone":
+                cloned[cell] = self.resolve(o.name)
+            elif o.how == "view" and o.name == o.base and o.base not in self.place:
+                self.template[cell] = operator.attrgetter(str(self.lowering.nodes[o.base].target))(
+                    self.lowering.gm
+                )
+            elif o.how == "view" and o.delta:
+                self.steps.append(self.view_out(cell, o))
+            else:
+                remade.append((o.base if o.name == o.base else o.name, cell))
+        for make, parts in memory.clones(cloned):
+            self.steps.append(steps.clone_out(self.cells, make, parts))
+            self.copied += sum(cloned[c].numel() * cloned[c].itemsize for c, _ in parts)
+        if remade:
+            self.remake_outputs(remade)
+        if len(where) == 1:
+            return lambda cells: (cells[where[0]],)
+        return operator.itemgetter(*where) if where else lambda cells: ()
+
+    def remake_outputs(self, remade: Sequence[tuple[str, int]]) -> None:
+        forward, loads = self.remake("outputs", [n for n, _ in remade])
+        self.steps.append(steps.remake_out(self.cells, forward, loads, [c for _, c in remade]))
+
+    def view_out(self, cell: int, o: Output) -> steps.Step:
+        spec = self.values[o.name].spec
+        assert spec is not None
+        size, stride, offset = self.geometries[o.name]
+        geometry = (size, stride, offset - self.geometries[o.base][2])
+        return steps.view_out(self.cells, cell, self.cell_of(o.base), spec.dtype, geometry)
+
+
+def capture_error(segment: GraphSegment, node: str, error: BaseException) -> CaptureError:
+    """The error for a segment that cannot be recorded; ``node`` is where it failed."""
+    caught = CaptureError(
+        f"Segment {segment.index} cannot be recorded.",
+        where=f"segment {segment.index}, node '{node or '?'}'",
+        expected="operations that the device does alone",
+        found=f"{type(error).__name__}: {error}".splitlines()[0],
+        fix="Mark the operation with torch_bcg.eager_on_graph.",
+    )
+    caught.node = node  # type: ignore[attr-defined]
+    caught.segment = segment.index  # type: ignore[attr-defined]
+    return caught
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)

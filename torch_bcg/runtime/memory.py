@@ -1,0 +1,155 @@
+"""Memory at fixed addresses: allocation from geometry, views by byte offset, copies between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_bcg.graph.ir import TensorSpec
+from torch_bcg.graph.sizes import Geometry
+
+Range = tuple[int, int]
+
+
+def allocate(spec: TensorSpec, geometry: Geometry) -> Tensor:
+    """Uninitialised memory with the sizes and strides of ``geometry``, on the spec's device."""
+    size, stride, _ = geometry
+    return torch.empty_strided(size, stride, dtype=getattr(torch, spec.dtype), device=spec.device)
+
+
+def over(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, like: Geometry) -> Tensor:
+    """A tensor over ``storage`` from byte ``start`` on; it shares memory and nothing else."""
+    size, stride, _ = like
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    return view.set_(storage, start // dtype.itemsize, size, stride)
+
+
+def first_byte(t: Tensor) -> int:
+    """Offset of the first element in its storage, in bytes."""
+    return int(t.storage_offset()) * t.itemsize
+
+
+def shared(t: Tensor) -> Tensor:
+    """The same memory and geometry without the object: the caller's tensor may die."""
+    if is_traceable_wrapper_subclass(t):
+        return t.detach()
+    alias = over(t.untyped_storage(), t.dtype, first_byte(t), (tuple(t.shape), t.stride(), 0))
+    if t.is_conj():
+        alias = torch._conj(alias)
+    return torch._neg_view(alias) if t.is_neg() else alias
+
+
+def moved_view(base: Tensor, dtype: str, geometry: Geometry) -> Tensor:
+    """A view by geometry: ``geometry``'s offset counts bytes from the first element of ``base``."""
+    kind = getattr(torch, dtype)
+    if kind == base.dtype:
+        offset = base.storage_offset() + geometry[2] // base.itemsize
+        return base.as_strided(geometry[0], geometry[1], offset)
+    return over(base.untyped_storage(), kind, first_byte(base) + geometry[2], geometry)
+
+
+def extent(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last one; 0 if empty."""
+    if t.numel() == 0:
+        return 0
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return int(reach + 1) * t.itemsize
+
+
+def addresses(t: Tensor) -> tuple[int, ...]:
+    """Where the memory is; of a wrapper subclass, where that of its inner tensors is."""
+    if is_traceable_wrapper_subclass(t):
+        names, _ = t.__tensor_flatten__()
+        return tuple(a for n in names for a in addresses(getattr(t, n)))
+    return (t.data_ptr(),)
+
+
+def merged(ranges: Sequence[Range]) -> list[Range]:
+    """Sorted disjoint ranges that cover the same bytes."""
+    out: list[Range] = []
+    for low, high in sorted(r for r in ranges if r[0] < r[1]):
+        if out and low <= out[-1][1]:
+            out[-1] = (out[-1][0], max(high, out[-1][1]))
+        else:
+            out.append((low, high))
+    return out
+
+
+def once(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """What narrows the expanded dims of ``t`` to one index, so that each address is met once."""
+    dims = expanded_dims(t)
+    if not dims:
+        return _itself
+
+    def narrowed(x: Tensor) -> Tensor:
+        for d in dims:
+            x = x.narrow(d, 0, 1)
+        return x
+
+    return narrowed
+
+
+def expanded_dims(t: Tensor) -> list[int]:
+    """Dims of stride 0 in which every index means the same memory."""
+    return [d for d, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if s == 0 and n > 1]
+
+
+def clones(
+    tensors: Mapping[int, Tensor],
+) -> list[tuple[Callable[[], Tensor], tuple[tuple[int, Callable[[Tensor], Tensor]], ...]]]:
+    """How to copy tensors out of program memory, one copy a storage, with strides kept.
+
+    Args:
+        tensors: by any number, what is to be copied.
+
+    Returns:
+        For each storage: what makes the copy, and what makes each tensor from the copy.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, t in tensors.items():
+        groups.setdefault(t.untyped_storage().data_ptr() or -1 - i, []).append(i)
+    plans = []
+    for members in groups.values():
+        first = tensors[members[0]]
+        if len(members) == 1 and _dense(first):
+            plans.append((first.clone, ((members[0], _itself),)))
+            continue
+        low = min(first_byte(tensors[i]) for i in members)
+        high = max(first_byte(tensors[i]) + extent(tensors[i]) for i in members)
+        flat = over(first.untyped_storage(), torch.uint8, low, ((high - low,), (1,), 0))
+        parts = tuple((i, _part(tensors[i], low)) for i in members)
+        plans.append((flat.clone, parts))
+    return plans
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+def _part(t: Tensor, low: int) -> Callable[[Tensor], Tensor]:
+    like = (tuple(t.shape), t.stride(), 0)
+    start, dtype, conj, neg = first_byte(t) - low, t.dtype, t.is_conj(), t.is_neg()
+
+    def part(copy: Tensor) -> Tensor:
+        view = over(copy.untyped_storage(), dtype, start, like)
+        view = torch._conj(view) if conj else view
+        return torch._neg_view(view) if neg else view
+
+    return part
+
+
+def _dense(t: Tensor) -> bool:
+    """Whether ``clone`` keeps the strides: no gaps, no two indices at one address."""
+    if t.is_conj() or t.is_neg() or t.layout != torch.strided:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,111 @@
+"""The first real run of a graph, node by node: its result is the call's, its report cuts the graph.
+
+What reads the host or waits for the device cannot be recorded, and neither schemas nor dispatch
+modes show it inside a custom operator. Nothing is run twice: an operation that is found out has
+already done its work, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torch_bcg.errors import OutputError
+from torch_bcg.graph import modes
+from torch_bcg.graph.ir import EagerSegment, Plan, Reason
+from torch_bcg.graph.partition import where
+from torch_bcg.graph.sizes import Geometry
+from torch_bcg.marking import plain_function
+from torch_bcg.runtime.device import Pool
+from torch_bcg.runtime.recorders import host_reads, wrong_output
+
+
+def probe(
+    gm: fx.GraphModule,
+    args: Sequence[object],
+    plan: Plan,
+    geometries: Mapping[str, Geometry],
+    pool: Pool,
+) -> tuple[Any, tuple[Reason, ...]]:
+    """Runs ``gm`` once for real.
+
+    Args:
+        gm: the whole graph.
+        args: the caller's arguments, read and written as in any call.
+        plan: which nodes would be recorded, and what they are expected to return.
+        geometries: of the plan's values, for these arguments.
+        pool: of the plan's device; its lock is held, since what watches the host is process-wide.
+
+    Returns:
+        The result, and a reason for each node that was to be recorded and cannot be.
+
+    Raises:
+        OutputError: a marked function returned another shape, dtype or alias than its fake.
+    """
+    run = _Probe(gm, plan, geometries, pool)
+    with modes.preserved():
+        result = run.run(*args)
+    return result, tuple(run.found)
+
+
+class _Probe(fx.Interpreter):
+    def __init__(
+        self, gm: fx.GraphModule, plan: Plan, geometries: Mapping[str, Geometry], pool: Pool
+    ) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False
+        self.recorded = {n for s in plan.graph_segments for n in s.nodes}
+        eager = {n for s in plan.segments if isinstance(s, EagerSegment) for n in s.nodes}
+        self.bridges = {v.name: v for v in plan.values if v.home == "bridge" and v.name in eager}
+        self.geometries = geometries
+        self.pool = pool
+        self.found: list[Reason] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.name not in self.recorded:
+            result = super().run_node(n)
+            if n.name in self.bridges:
+                self.check(n, result)
+            return result
+        reads: list[str] = []
+        with self.pool.sync_reports() as waits, host_reads(reads.append):
+            result = super().run_node(n)
+        if reads or waits:
+            name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", n.target)
+            why = f"Tensor.{reads[0]}" if reads else waits[0]
+            self.found.append(Reason("host read", n.name, where(n), f"{name}, {why}"))
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(plain_function(target) or target, args, kwargs)
+
+    def check(self, n: fx.Node, result: object) -> None:
+        """What a recorded segment will read from a slot must be what the facts say."""
+        value, segment = self.bridges[n.name], "probe"
+        assert value.spec is not None
+        size = self.geometries[n.name][0]
+        dtype = getattr(torch, value.spec.dtype)
+        if not isinstance(result, Tensor) or tuple(result.shape) != size or result.dtype != dtype:
+            expected = torch.empty(size, dtype=dtype, device="meta")
+            raise wrong_output(n.name, f"{segment}, {where(n)}", expected, result)
+        storage = result.untyped_storage()._cdata
+        for p in n.all_input_nodes:
+            given = self.env.get(p)
+            if (
+                isinstance(given, Tensor)
+                and result.numel()
+                and given.layout == torch.strided
+                and given.untyped_storage()._cdata == storage
+            ):
+                raise OutputError(
+                    f"'{n.name}' returned memory of its argument '{p.name}', which its fake "
+                    "implementation does not say.",
+                    where=f"{segment}, {where(n)}",
+                    expected="new memory",
+                    found=f"a view of '{p.name}'",
+                    fix="Return a clone, or let the fake= of the marked function return the same "
+                    "view of its argument.",
+                )

@@ -1,0 +1,189 @@
+"""Recorders: what turns a lowered segment into something that replays at fixed addresses.
+
+`CudaRecorder` records a CUDA graph. `HostRecorder` keeps the same contract without a GPU: recording
+allocates and binds and executes nothing; replay reads the operands bound when it was recorded and
+writes to the memory made then, puts modes back, and raises where the segment reads the host. A new
+recorder is one class and one row in `recorder_for`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from torch_bcg.errors import HostReadError, OutputError
+from torch_bcg.graph import modes
+from torch_bcg.graph.lower import interpret
+from torch_bcg.runtime import memory
+from torch_bcg.runtime.device import CudaPool, Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded segment: ``replay`` recomputes ``outputs`` where they are."""
+
+    replay: Callable[[], None]
+    outputs: tuple[Tensor, ...]
+    owner: object = None
+
+
+class Recorder(Protocol):
+    """Records segments of one program."""
+
+    def record(
+        self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
+    ) -> Recording:
+        """Records ``code`` on ``operands``; ``allocate`` makes memory for each output."""
+        ...
+
+
+class HostRecorder:
+    """Replays by running the segment again on the memory it was bound to."""
+
+    def record(
+        self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
+    ) -> Recording:
+        outputs = tuple(make() for make in allocate)
+        operands = tuple(operands)
+        names = [n.name for n in code.graph.output_node().args[0]]  # type: ignore[union-attr]
+        forward = code.forward
+        narrowed = [memory.once(t) for t in outputs]
+        segment = type(code).__name__
+
+        def replay() -> None:
+            with modes.preserved(), no_host_reads(segment):
+                results = forward(*operands)
+            for name, made, once, result in zip(names, outputs, narrowed, results, strict=True):
+                if made.shape != result.shape or made.dtype != result.dtype:
+                    raise wrong_output(name, segment, made, result)
+                once(made).copy_(once(result))
+
+        return Recording(replay, outputs)
+
+
+class CudaRecorder:
+    """Records CUDA graphs into the device's pool, on its capture stream."""
+
+    def __init__(self, pool: CudaPool) -> None:
+        self.pool = pool
+
+    def record(
+        self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
+    ) -> Recording:
+        pool = self.pool
+        graph = torch.cuda.CUDAGraph()
+        stream = pool.stream
+        with torch.cuda.stream(stream), modes.preserved():
+            # A weight somebody cast before would be read at an address nobody keeps.
+            torch.set_autocast_cache_enabled(False)
+            graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            try:
+                outputs = interpret(code, operands)
+            except BaseException:
+                self.abandon(graph)
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self.abandon(graph)
+                raise
+        return Recording(graph.replay, tuple(outputs), graph)
+
+    def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Leaves the allocator and the random generator as if nothing had been recorded."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        # The allocator may still send this stream's memory to the pool, and the generator may
+        # still think that it is captured: other memory, another stream, one capture of nothing.
+        self.pool.renew()
+        with torch.cuda.stream(self.pool.stream):
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+            torch.empty(1, device=self.pool.device).zero_()
+            empty.capture_end()
+
+
+def recorder_for(pool: Pool, unrecorded: bool) -> Recorder:
+    """The recorder of a device; ``unrecorded`` runs the same segments from the same slots."""
+    if isinstance(pool, CudaPool) and not unrecorded:
+        return CudaRecorder(pool)
+    return HostRecorder()
+
+
+def wrong_output(name: str, segment: str, expected: Tensor, found: object) -> OutputError:
+    """The error for a result that is not what its facts say."""
+
+    def text(x: object) -> str:
+        return f"{x.dtype}{list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+    return OutputError(
+        f"The result of '{name}' is not what its fake implementation says.",
+        where=segment,
+        expected=text(expected),
+        found=text(found),
+        fix="Correct the fake= of the marked function (or register_fake of the operator), so that it "
+        "gives the shape and dtype of the real result.",
+    )
+
+
+_HOST_READS = (
+    "tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__complex__",
+)  # fmt: skip
+_PATCHED = threading.RLock()
+
+
+@contextlib.contextmanager
+def host_reads(found: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``found`` with the method's name where this thread reads a tensor's value on the host.
+
+    Dispatch modes do not see ``tolist`` inside a custom operator, so the methods are replaced for
+    the time being, under a lock; other threads keep the plain ones.
+    """
+    here = threading.get_ident()
+    with _PATCHED:
+        originals = {name: getattr(Tensor, name) for name in _HOST_READS if hasattr(Tensor, name)}
+        own = {name: Tensor.__dict__.get(name) for name in originals}
+
+        def patched(name: str) -> Callable[..., Any]:
+            original = originals[name]
+
+            def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if threading.get_ident() == here and not torch.compiler.is_compiling():
+                    found(name)
+                return original(self, *args, **kwargs)
+
+            return read
+
+        for name in originals:
+            setattr(Tensor, name, patched(name))
+        try:
+            yield
+        finally:
+            for name, before in own.items():
+                if before is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, before)
+
+
+@contextlib.contextmanager
+def no_host_reads(segment: str) -> Iterator[None]:
+    """Raises where a recorded segment reads the host: a CUDA graph would replay the old value."""
+
+    def found(name: str) -> None:
+        raise HostReadError(
+            f"A recorded segment reads a tensor's value on the host with Tensor.{name}.",
+            where=segment,
+            expected="only work that the device does alone",
+            found=f"Tensor.{name}",
+            fix="Mark the operation with torch_bcg.eager_on_graph.",
+        )
+
+    with host_reads(found):
+        yield

@@ -1,0 +1,151 @@
+"""Tensors at their own addresses: the set a program was recorded with, and what may overlap it."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bcg.graph.ir import Plan, Value
+from torch_bcg.runtime import memory
+from torch_bcg.runtime.memory import Range
+
+# Compares addresses in C++; builds without CUDA do not have it.
+_in_cpp: Callable[..., bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)
+
+
+def same_addresses(args: Sequence[Any], pointers: list[int], indices: list[int]) -> bool:
+    """Whether the tensors at ``indices`` of ``args`` lie at ``pointers``."""
+    if _in_cpp is not None and indices:
+        return bool(_in_cpp(list(args), pointers, indices))
+    return [args[i].data_ptr() for i in indices] == pointers
+
+
+@dataclass(slots=True)
+class Statics:
+    """The static tensors a program was recorded with.
+
+    Attributes:
+        names: their names, for messages.
+        places: their places among the arguments.
+        found_at: their addresses; of a wrapper subclass, those of its inner tensors.
+        objects: weak references; a program dies with any of its tensors.
+        indices, pointers: places and addresses of the plain ones.
+        wrapped: (place, addresses of the inner tensors) of wrapper subclasses.
+    """
+
+    names: list[str]
+    places: list[int]
+    found_at: list[tuple[int, ...]]
+    objects: list[weakref.ref[Tensor]]
+    indices: list[int]
+    pointers: list[int]
+    wrapped: list[tuple[int, tuple[int, ...]]]
+
+    def match(self, args: Sequence[Any]) -> bool:
+        """Whether ``args`` has the same memory in the same places."""
+        for place, inner in self.wrapped:
+            if memory.addresses(args[place]) != inner:
+                return False
+        return same_addresses(args, self.pointers, self.indices)
+
+    def dead(self) -> bool:
+        """Whether a tensor of the set is gone."""
+        return any(ref() is None for ref in self.objects)
+
+    def moved(self, args: Sequence[Any]) -> list[str]:
+        """Names of tensors that ``args`` has elsewhere, if it shares any tensor with this set.
+
+        A set with nothing in common is another module's, not this one's moved.
+        """
+        old = [ref() for ref in self.objects]
+        new = [args[i] for i in self.places]
+        if not any(a is b for a, b in zip(old, new, strict=True)):
+            return []
+        addresses = [memory.addresses(t) for t in new]
+        return [
+            n for n, a, b in zip(self.names, self.found_at, addresses, strict=True) if a != b
+        ]
+
+
+@dataclass(slots=True)
+class Overlaps:
+    """Finds arguments whose memory overlaps in a way that slots would hide.
+
+    What lies at its own address (static tensors, arguments passed on) behaves as in eager. Only a
+    pair in which one is copied and one is written can go wrong.
+    """
+
+    moving: list[tuple[int, int, bool, bool]]  # place, bytes, copied, written
+    static: list[Range]
+    static_written: list[Range]
+
+    def found(self, args: Sequence[Any]) -> tuple[int, int] | None:
+        """The places of an overlapping pair (-1: a static tensor), or None."""
+        ranges = []
+        for i, size, copied, written in self.moving:
+            low = args[i].data_ptr()
+            high = low + size
+            if copied and _meets(self.static if written else self.static_written, low, high):
+                return i, -1
+            for j, low2, high2, copied2, written2 in ranges:
+                if low < high2 and low2 < high and (copied or copied2) and (written or written2):
+                    return j, i
+            ranges.append((i, low, high, copied, written))
+        return None
+
+
+def _meets(ranges: list[Range], low: int, high: int) -> bool:
+    i = bisect_right(ranges, (low, low))
+    before = i > 0 and ranges[i - 1][1] > low
+    return before or (i < len(ranges) and ranges[i][0] < high)
+
+
+def statics_of(plan: Plan, args: Sequence[Any]) -> Statics:
+    """The static tensors among ``args``."""
+    place = {name: i for i, name in enumerate(plan.arguments)}
+    values = [v for v in plan.values if v.home == "static" and v.name in place]
+    names = [v.name for v in values]
+    plain = [place[v.name] for v in values if v.spec is not None]
+    found_at = [memory.addresses(args[place[n]]) for n in names]
+    return Statics(
+        names,
+        [place[n] for n in names],
+        found_at,
+        [weakref.ref(args[place[n]]) for n in names],
+        plain,
+        [args[i].data_ptr() for i in plain],
+        [
+            (place[v.name], at)
+            for v, at in zip(values, found_at, strict=True)
+            if v.spec is None
+        ],
+    )
+
+
+def overlaps_of(plan: Plan, args: Sequence[Any]) -> Overlaps | None:
+    """The check for these static tensors and sizes, or None where nothing can go wrong."""
+    given = [v for v in plan.values if v.name in plan.arguments and v.spec is not None]
+    at = {name: args[i] for i, name in enumerate(plan.arguments)}
+    place = {name: i for i, name in enumerate(plan.arguments)}
+    moving = [v for v in given if v.home in ("slot", "reference")]
+    static = [v for v in given if v.home == "static"]
+    if not any(v.written for v in given) or not any(v.home == "slot" for v in moving):
+        return None
+
+    def ranges(values: Sequence[Value]) -> list[Range]:
+        starts = [(at[v.name].data_ptr(), memory.extent(at[v.name])) for v in values]
+        return memory.merged([(low, low + size) for low, size in starts])
+
+    return Overlaps(
+        [(place[v.name], memory.extent(at[v.name]), v.home == "slot", v.written) for v in moving],
+        ranges(static),
+        ranges([v for v in static if v.written]),
+    )

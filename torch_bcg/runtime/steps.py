@@ -1,0 +1,162 @@
+"""The steps of a program: zero-argument callables made once, each for one decision of the plan.
+
+All take what they need when they are made. ``cells`` is the program's list of per-call values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bcg.graph import modes
+from torch_bcg.runtime import memory
+from torch_bcg.runtime.recorders import wrong_output
+
+Cells = list[Any]
+Step = Callable[[], object]
+
+
+def copy_in(cells: Cells, slots: Sequence[Tensor], places: Sequence[int]) -> Step:
+    """Copies arguments of one dtype into their slots; one that is the slot already is skipped."""
+    slots = list(slots)
+    members = list(zip([s.data_ptr() for s in slots], slots, places, strict=True))
+    if len(slots) == 1:
+        ((pointer, slot, place),) = members
+
+        def copy_one() -> None:
+            source = cells[place]
+            if source.data_ptr() != pointer:
+                slot.copy_(source)
+
+        return copy_one
+
+    def copy_many() -> None:
+        sources = [cells[p] for p in places]
+        if all(s.data_ptr() != m[0] for s, m in zip(sources, members, strict=True)):
+            torch._foreach_copy_(slots, sources)
+        else:
+            for source, (pointer, slot, _) in zip(sources, members, strict=True):
+                if source.data_ptr() != pointer:
+                    slot.copy_(source)
+
+    return copy_many
+
+
+def copy_expanded(cells: Cells, slot: Tensor, place: int) -> Step:
+    """Copies an argument with expanded dims, each address once."""
+    narrowed = memory.once(slot)
+
+    def step() -> None:
+        narrowed(slot).copy_(narrowed(cells[place]))
+
+    return step
+
+
+def copy_back(cells: Cells, slot: Tensor, place: int) -> Step:
+    """Copies a slot that was written to the caller's tensor."""
+
+    def step() -> None:
+        cells[place].copy_(slot)
+
+    return step
+
+
+def fill_numbers(
+    cells: Cells,
+    forward: Callable[..., Sequence[Any]],
+    loads: Sequence[int],
+    fills: Sequence[tuple[Tensor, int]],
+) -> Step:
+    """Puts this call's numbers into their 0-dim slots; a 0-dim CPU tensor counts as a number."""
+
+    def step() -> None:
+        numbers = forward(*[cells[i] for i in loads])
+        for slot, i in fills:
+            number = numbers[i]
+            slot.fill_(number.item() if isinstance(number, Tensor) else number)
+
+    return step
+
+
+def eager(
+    cells: Cells,
+    forward: Callable[..., Sequence[Any]],
+    bound: Sequence[Any],
+    loads: Sequence[int],
+    stores: Sequence[tuple[int, int]],
+    bridges: Sequence[tuple[int, Tensor, str, str]],
+) -> Step:
+    """Runs an eager segment: ``bound`` operands, then those in the cells ``loads``.
+
+    Args:
+        stores: (result, cell) of what the call keeps.
+        bridges: (result, slot, node, segment) of what recorded segments read.
+    """
+    bound = tuple(bound)
+    if not loads and not stores and not bridges:
+        return lambda: forward(*bound)
+    checked = [(i, s, memory.once(s), s.shape, s.dtype, n, w) for i, s, n, w in bridges]
+
+    def step() -> None:
+        results = forward(*bound, *[cells[i] for i in loads])
+        for i, cell in stores:
+            cells[cell] = results[i]
+        for i, slot, once, shape, dtype, name, segment in checked:
+            result = results[i]
+            if not isinstance(result, Tensor) or result.shape != shape or result.dtype != dtype:
+                raise wrong_output(name, segment, slot, result)
+            once(slot).copy_(once(result))
+
+    return step
+
+
+def with_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves no mode behind, even where ``forward`` raises between entering and leaving one."""
+
+    def guarded(*args: Any) -> Any:
+        with modes.preserved():
+            return forward(*args)
+
+    return guarded
+
+
+def clone_out(
+    cells: Cells,
+    make: Callable[[], Tensor],
+    parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]],
+) -> Step:
+    """Copies one storage of outputs out of program memory; ``parts``: (cell, tensor from copy)."""
+
+    def step() -> None:
+        copy = make()
+        for cell, part in parts:
+            cells[cell] = part(copy)
+
+    return step
+
+
+def view_out(
+    cells: Cells, cell: int, base: int, dtype: str, geometry: memory.Geometry
+) -> Step:
+    """An output that is a view of the caller's own tensor."""
+
+    def step() -> None:
+        cells[cell] = memory.moved_view(cells[base], dtype, geometry)
+
+    return step
+
+
+def remake_out(
+    cells: Cells, forward: Callable[..., Sequence[Any]], loads: Sequence[int], stores: Sequence[int]
+) -> Step:
+    """Outputs remade from values of this call: arguments themselves, their views, numbers."""
+
+    def step() -> None:
+        results = forward(*[cells[i] for i in loads])
+        for cell, result in zip(stores, results, strict=True):
+            cells[cell] = result
+
+    return step
