@@ -28,6 +28,10 @@ my::route returned another shape.
     )
 
 
+def test_loggers_that_read_args_find_the_sentence() -> None:
+    assert BCGError("It moved.", **PARTS).args == ("It moved.",)
+
+
 def test_part_of_several_lines_stays_under_its_name() -> None:
     error = BCGError("It moved.", **{**PARTS, "found": "weight\nbias"})
     assert "  found: weight\n    bias\n  to do:" in str(error)

@@ -244,10 +244,19 @@ def test_marked_twice_is_marked_once():
     def touch(x: Tensor) -> None:
         pass
 
+    assert eager_on_graph(touch) is touch
     assert len(targets(lambda x: (touch(x), x + 1)[1], X)) == 2
     assert resolve(touch).name == "torch_bcg::" + re.sub(
         r"\W+", "_", f"{touch.__module__}_{touch.__qualname__}"
     ).strip("_")
+
+
+def test_a_function_of_a_package_named_like_torch_is_decorated():
+    def scatter(x: Tensor) -> None: ...
+
+    scatter.__module__ = "torch_geometric.utils"
+    assert not isinstance(eager_on_graph(scatter), Handle)
+    assert resolve(eager_on_graph(scatter)).name.startswith("torch_bcg::torch_geometric_utils_")
 
 
 # --------------------------------------------------------------------------------- defined again
@@ -402,6 +411,13 @@ def test_torch_functions_as_dynamo_leaves_them(target, call):
     assert "[" not in marked(call, X.clone())
     torch._dynamo.reset()
     assert marked(call, X.clone(), extra=[target]).count("[") == 1
+
+
+def test_a_torch_function_whose_name_says_no_operator():
+    graph = torch.fx.Graph()
+    node = graph.call_function(nn.init.zeros_, (graph.placeholder("x"),))
+    assert mark_of(node, [resolve(nn.init.zeros_)]) == Mark("zeros_", "zeros_")
+    assert mark_of(node, [resolve(nn.init.ones_)]) is None
 
 
 def test_other_overloads_and_other_operators_are_left_alone():

@@ -5,6 +5,7 @@ from torch_bcg.dynamo import bcg
 from torch_bcg.errors import BCGError
 from torch_bcg.marking import eager_on_graph
 from torch_bcg.options import Options
+from torch_bcg.programs import programs, reset
 
 __version__ = "0.1.0"
-__all__ = ["BCGError", "Options", "__version__", "bcg", "eager_on_graph", "stats"]
+__all__ = ["BCGError", "Options", "__version__", "bcg", "eager_on_graph", "programs", "reset", "stats"]

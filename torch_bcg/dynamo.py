@@ -7,6 +7,7 @@ named on the way.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import operator
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import TracingContext
 
 from torch_bcg import marking
 from torch_bcg.counters import counters
@@ -31,7 +34,7 @@ from torch_bcg.errors import (
 )
 from torch_bcg.graph import modes
 from torch_bcg.graph.facts import facts_of
-from torch_bcg.graph.inline import inlined
+from torch_bcg.graph.inline import inlined, without_geometry_changes
 from torch_bcg.graph.ir import Plan, Reason
 from torch_bcg.graph.partition import partition
 from torch_bcg.graph.plan import make_plan
@@ -82,20 +85,24 @@ class Backend:
                 fix="Leave mode= out; what can be chosen is an option of torch_bcg.Options.",
             )
         chosen = Options.make(options)
-        name = f"graph_{next(_number)}"
         if chosen.execute == "off":
             return Unrecorded(gm, "execute=off", chosen, warn=False)
         if needs_gradients(gm, example_inputs):
             return Unrecorded(gm, "gradients", chosen)
-        return CompiledGraph(name, gm, example_inputs, chosen)
+        return CompiledGraph(gm, example_inputs, chosen)
 
     def reset(self) -> None:
         """Frees every program, slot and pool; ``torch._dynamo.reset()`` calls it."""
-        for graph in list(_graphs):
+        for graph in live_graphs():
             graph.reset()
 
 
 bcg = Backend()
+
+
+def live_graphs() -> list[CompiledGraph]:
+    """Every graph that somebody can still call, in the order of compilation."""
+    return sorted(_graphs, key=lambda g: g.number)
 
 
 def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> bool:
@@ -104,6 +111,16 @@ def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> boo
         n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes
     )
     return enabled and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def type_of_self() -> type | None:
+    """The class of the module whose code Dynamo compiles now, if it compiles a method.
+
+    A module is not in its own nn_module_stack, nor is one whose code is resumed after a break.
+    """
+    transaction = InstructionTranslator.current_tx() if TracingContext.try_get() else None
+    scope = transaction.output.local_scope if transaction is not None else {}
+    return type(scope["self"]) if "self" in scope else None
 
 
 def static_arguments(gm: fx.GraphModule, example_inputs: Sequence[object]) -> frozenset[str]:
@@ -158,15 +175,20 @@ class CompiledGraph:
     """One graph of Dynamo's: its plan, and a program for each key and set of static tensors."""
 
     def __init__(
-        self, name: str, gm: fx.GraphModule, example_inputs: Sequence[object], options: Options
+        self, gm: fx.GraphModule, example_inputs: Sequence[object], options: Options
     ) -> None:
-        self.name, self.options = name, options
+        self.number = next(_number)
+        self.name, self.options = f"graph_{self.number}", options
         self.gm = inlined(gm)
         self.eager = plain(self.gm)
         self.static = static_arguments(gm, example_inputs)
         self.facts = facts_of(self.gm, example_inputs)
+        if self.facts.whole is not None:
+            same_as = {n: f.same_as for n, f in self.facts.nodes.items() if f.same_as}
+            self.gm = without_geometry_changes(self.gm, same_as)
+            self.facts = facts_of(self.gm, example_inputs)
         self.marks = [marking.resolve(m) for m in options.mark]
-        self.unrecorded_segments = getattr(options, "unrecorded")
+        self.owner = type_of_self()
         self.warned: set[str] = set()
         self.pool = pool_of(self.facts.device)
         self.found: dict[str, Reason] = {}
@@ -180,7 +202,7 @@ class CompiledGraph:
         parts = partition(
             self.gm,
             self.facts,
-            lambda node: marking.mark_of(node, self.marks),
+            self.mark_of,
             self.found,
             self.options.min_segment_kernels,
         )
@@ -192,6 +214,10 @@ class CompiledGraph:
             self.key = key_reader(plan)
             self.tell_cuts()
             log.debug("%s", plan)
+
+    def mark_of(self, node: fx.Node) -> marking.Mark | None:
+        operators = self.facts.nodes[node.name].operators
+        return marking.mark_of(node, self.marks, dispatched=operators, owner=self.owner)
 
     def __call__(self, *args: Any) -> Any:
         """One call: replay if there is a program, else run for real, and record if it is time."""
@@ -206,6 +232,13 @@ class CompiledGraph:
             program = self.find(key, args)
             if program is None:
                 return self.run_for_real(key, args)
+            return self.replay(program, args)
+
+    def replay(self, program: Program, args: Sequence[Any]) -> Any:
+        """Replays a program that fits these arguments, unless their memory overlaps."""
+        with self.pool.lock:
+            if self.pool.busy:
+                return self.run_eagerly(args, "re-entry")
             if program.overlaps is not None and program.overlaps.found(args) is not None:
                 return self.run_eagerly(args, "overlapping arguments")
             self.pool.order()
@@ -270,7 +303,9 @@ class CompiledGraph:
                 self.cut(error)
                 continue
             self.programs.insert(0, program)
+            program.statics.watch(functools.partial(_died, weakref.ref(self), weakref.ref(program)))
             counters.captures += 1
+            counters.pool_bytes += program.bytes
             return
 
     def cut(self, error: CaptureError) -> None:
@@ -288,20 +323,31 @@ class CompiledGraph:
         counters.kernels += self.plan.kernels
         return self.eager(*args)
 
+    def drop(self, program: Program) -> None:
+        """Frees a program whose static tensors are gone; at once, or before the next call."""
+        program.dead = True
+        if self.pool.lock.acquire(blocking=False):
+            try:
+                if not self.pool.busy and program in self.programs:
+                    self.programs.remove(program)
+                    program.free()
+            finally:
+                self.pool.lock.release()
+
     def drop_dead(self, args: Sequence[Any]) -> None:
         """Frees programs whose static tensors are gone or lie elsewhere now."""
         for program in list(self.programs):
             names = program.statics.moved(args)
             if names:
                 tell_moved(names, self.options)
-            if names or program.statics.dead():
+            if names or program.dead or program.statics.dead():
                 self.programs.remove(program)
                 program.free()
 
     def count_replay(self, program: Program) -> None:
         counters.replays += 1
         counters.kernels += self.plan.kernels
-        counters.recorded_kernels += self.plan.recorded_kernels
+        counters.recorded_kernels += program.recorded_kernels
         counters.copied_bytes += program.copied_bytes
 
     def tell_cuts(self) -> None:
@@ -336,6 +382,13 @@ class CompiledGraph:
         self.hot: set[tuple[int, ...]] = set()
         self.probed = False
         self.make_plan()
+
+
+def _died(graph: weakref.ref[CompiledGraph], program: weakref.ref[Program], _: object) -> None:
+    """A static tensor of a program was garbage collected, at any moment, on any thread."""
+    g, p = graph(), program()
+    if g is not None and p is not None:
+        g.drop(p)
 
 
 def key_reader(plan: Plan) -> Callable[[Sequence[Any]], tuple[int, ...]]:

@@ -8,6 +8,7 @@ writes what is a question about memory, not about tensor objects. Facts decide n
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,7 +39,9 @@ _ALLOCATIONS = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
-_HOST_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+# With a mask as index these look for the true elements on the host.
+_MASKS = (torch.bool, torch.uint8)
+_INDEX_PUT = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,14 @@ class NodeFacts:
         reads: storages its kernels read.
         writes: storages its kernels write.
         kernels: dispatched operations that are no view and no allocation.
-        operators: qualified names of what it dispatched.
+        operators: what it dispatched.
         cause: (kind, detail) of an automatic cut, or None.
         symbols: backed symbols in the sizes and strides of the result, or in a number.
         live: the number differs from call to call for one key (unbacked, float, or not in a shape).
         expr: expression of a number.
         same_as: the argument it returns unchanged, or "".
         random: draws random numbers.
+        is_tensor: the result is one tensor, not a sequence of them.
     """
 
     kind: Kind
@@ -77,12 +81,13 @@ class NodeFacts:
     reads: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
     kernels: int = 0
-    operators: tuple[str, ...] = ()
+    operators: tuple[torch._ops.OpOverload, ...] = ()
     cause: tuple[str, str] | None = None
     symbols: frozenset[str] = frozenset()
     expr: str = ""
     same_as: str = ""
     random: bool = False
+    is_tensor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ class _Dispatched(TorchDispatchMode):
     writes: list[torch.Tensor] = field(default_factory=list)
     operators: list[torch._ops.OpOverload] = field(default_factory=list)
     kernels: int = 0
-    allocations: int = 0
+    masked: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,8 +142,9 @@ class _Dispatched(TorchDispatchMode):
         if schema.name in _VIEWS_BY_NAME or (returns_view and not written):
             return out
         if schema.name in _ALLOCATIONS:
-            self.allocations += 1
             return out
+        if schema.name in _INDEX_PUT and any(i.dtype in _MASKS for i in _tensors(args[1])):
+            self.masked = True
         self.kernels += 1
         self.reads += _tensors((args, kwargs))
         self.writes += _tensors(written)
@@ -191,13 +197,7 @@ def facts_of(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Facts:
             with mode:
                 return _Pass(gm, mode, fakes).run()
         # Guards are suppressed, not added: Dynamo evaluated the same operators and has them all.
-        # Some meta functions take symbols only through the Python dispatcher.
-        with (
-            enable_python_dispatcher(),
-            mode,
-            shapes.suppress_guards(),
-            shapes.ignore_fresh_unbacked_symbols(),
-        ):
+        with mode, shapes.suppress_guards(), shapes.ignore_fresh_unbacked_symbols():
             return _Pass(gm, mode, fakes).run()
 
 
@@ -268,16 +268,13 @@ class _Pass:
         return target(*args, **kwargs)
 
     def computed(self, node: fx.Node) -> NodeFacts:
-        arguments = _tensors([self.env[p] for p in node.all_input_nodes])
+        arguments = self.operands(node)
         before = [(t, _version(t), _geometry(t)) for t in arguments]
         higher = isinstance(node.target, torch._ops.HigherOrderOperator)
         seen = _Dispatched()
         try:
-            if higher:
-                self.env[node] = self.call(node)
-            else:
-                with seen:
-                    self.env[node] = self.call(node)
+            with contextlib.nullcontext() if higher else seen:
+                self.env[node] = self.attempt(node)
         except Exception as error:  # a fake implementation is anybody's code and raises anything
             return self.unknown_node(node, f"{type(error).__name__}: {error}".splitlines()[0])
         writes = list(seen.writes)
@@ -290,9 +287,24 @@ class _Pass:
             seen.kernels, seen.reads, writes = 1, arguments, writes + arguments
         return self.result(node, None, seen, writes)
 
+    def attempt(self, node: fx.Node) -> Any:
+        """Calls the node, through the Python dispatcher where symbols are involved, as Dynamo did.
+
+        Without it some kernels turn symbols into numbers. With it dropout returns a copy where the
+        kernel returns its argument, so that one keeps to the kernels.
+        """
+        symbolic = any(isinstance(s, torch.SymInt) for t in self.operands(node) for s in t.shape)
+        if not symbolic or "dropout" in target_name(node):
+            return self.call(node)
+        with enable_python_dispatcher():  # type: ignore[no-untyped-call]
+            return self.call(node)
+
+    def operands(self, node: fx.Node) -> list[torch.Tensor]:
+        return _tensors([self.env[p] for p in node.all_input_nodes])
+
     def moved(self, node: fx.Node, tensor: torch.Tensor) -> NodeFacts:
         """``set_``, ``resize_``, ``t_`` …: a name means other memory from here on."""
-        self.whole = self.whole or ("changed geometry", _target(node), node.name)
+        self.whole = self.whole or ("changed geometry", target_name(node), node.name)
         return self.unknown_node(node, "changes the geometry of its argument")
 
     def unknown_node(self, node: fx.Node, why: str) -> NodeFacts:
@@ -336,13 +348,14 @@ class _Pass:
             frozenset(self.storage(node, t) for t in seen.reads),
             written,
             seen.kernels,
-            tuple(o.name() for o in seen.operators),
+            tuple(seen.operators),
             self.cause(node, seen, tensors, numbers),
             frozenset(str(s) for t in _tensors(value) for s in self.backed(t))
             | frozenset(str(s) for n in numbers for s in free_symbols(n)),
-            self.expr(value) if not tensors and kind == "number" else "",
-            self.same_as(node, tensors) if kind in ("kernel", "object", "view") else "",
+            self.expr(value) if not tensors and all(map(_is_number, leaves)) else "",
+            self.same_as(node, tensors, seen, bool(written)) if kind in ("kernel", "object", "view") else "",
             random,
+            isinstance(value, torch.Tensor),
         )
 
     def cause(
@@ -354,14 +367,16 @@ class _Pass:
     ) -> tuple[str, str] | None:
         facts = [t for p in node.all_input_nodes for t in self.nodes[p.name].tensors]
         if any(t.unbacked for t in (*facts, *tensors)):
-            return "data-dependent size", _target(node)
+            return "data-dependent size", target_name(node)
         for o in seen.operators:
-            if o.name().startswith("aten::_local_scalar_dense") or any(t in o.tags for t in _HOST_TAGS):
+            if torch.Tag.data_dependent_output in o.tags:
                 return "host read", o.name().removesuffix(".default")
             if torch.Tag.cudagraph_unsafe in o.tags:
                 return "cudagraph_unsafe", o.name().removesuffix(".default")
+        if seen.masked:
+            return "host read", "index_put with a mask"
         if any(free_unbacked_symbols(n) for n in numbers) and seen.kernels:
-            return "host read", _target(node)
+            return "host read", target_name(node)
         for t in (*facts, *tensors):
             if t.special:
                 return "special tensor", t.special
@@ -408,11 +423,19 @@ class _Pass:
             self.origin[number] = node.name
         return self.storages[key]
 
-    def same_as(self, node: fx.Node, tensors: tuple[TensorFact, ...]) -> str:
-        """The argument whose memory and geometry the result has: in-place results, no-op copies."""
-        if len(tensors) == 1 and isinstance(self.env[node], torch.Tensor):
+    def same_as(
+        self, node: fx.Node, tensors: tuple[TensorFact, ...], seen: _Dispatched, written: bool
+    ) -> str:
+        """The argument that comes back: the result of an in-place operation, a copy not needed."""
+        value = self.env[node]
+        if len(tensors) == 1 and isinstance(value, torch.Tensor):
             for p in node.all_input_nodes:
-                if self.nodes[p.name].tensors == tensors and isinstance(self.env[p], torch.Tensor):
+                given = self.env[p]
+                # Fakes return themselves from some views; where a view was dispatched it is new.
+                again = (value is given and not seen.operators) or (
+                    written and self.nodes[p.name].tensors == tensors
+                )
+                if isinstance(given, torch.Tensor) and again:
                     return self.nodes[p.name].same_as or p.name
         return ""
 
@@ -422,6 +445,10 @@ class _Pass:
         if isinstance(x, (tuple, list)):
             return f"({''.join(self.expr(i) + ',' for i in x)})"
         return repr(x)
+
+
+def _plain(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _is_number(x: object) -> bool:
@@ -434,17 +461,19 @@ def _dtype(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _target(node: fx.Node) -> str:
+def target_name(node: fx.Node) -> str:
+    """What a node calls, as a person would write it."""
     if isinstance(node.target, str):
         return node.target
     return str(getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", node.target))
 
 
 def _storage_id(x: torch.Tensor) -> int:
-    return x.untyped_storage()._cdata if _has_memory(x) else id(x)
+    return x.untyped_storage()._cdata if has_memory(x) else id(x)
 
 
-def _has_memory(x: torch.Tensor) -> bool:
+def has_memory(x: torch.Tensor) -> bool:
+    """Whether the tensor has a storage of its own: neither sparse nor wrapped by functorch."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.layout == torch.strided and not wrapped
 
@@ -454,10 +483,9 @@ def _version(x: torch.Tensor) -> int:
 
 
 def _geometry(x: torch.Tensor) -> tuple[object, ...]:
-    if not _has_memory(x):
+    if not has_memory(x):
         return (id(x),)
-    exprs = [s.node.expr if isinstance(s, torch.SymInt) else s for s in (*x.shape, *x.stride())]
-    return (_storage_id(x), *exprs)
+    return (_storage_id(x), *(_plain(s) for s in (*x.shape, *x.stride())))
 
 
 def _overlaps_itself(x: torch.Tensor) -> bool:

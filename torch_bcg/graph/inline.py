@@ -1,16 +1,23 @@
-"""Checkpointed and nested compile regions, inlined: a mark inside them must be seen.
+"""Rewrites of a graph before anything is found out about it, none of which changes what it means.
 
-Without gradients such a region means no more than its body, but Dynamo hands it over as one node.
+Without gradients a checkpointed or nested compile region means no more than its body, but Dynamo
+hands it over as one node, in which a mark would go unseen. A tensor whose geometry changes in place
+is two values under one name.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+# Changes of a tensor's own geometry that are views otherwise.
+_GEOMETRY = {
+    n + "_": n for n in ("t", "squeeze", "unsqueeze", "transpose", "swapaxes", "swapdims", "as_strided")
+}
 _INLINED = ("tag_activation_checkpoint", "invoke_subgraph", "wrap", "wrap_activation_checkpoint")
 
 
@@ -22,6 +29,38 @@ def inlined(gm: fx.GraphModule) -> fx.GraphModule:
     result = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
     result.meta = dict(gm.meta)
     return result
+
+
+def without_geometry_changes(gm: fx.GraphModule, same_as: Mapping[str, str]) -> fx.GraphModule:
+    """``gm`` with ``y.t_()`` of an intermediate as a view that takes the place of ``y`` from there.
+
+    Changes of arguments stay, and keep the graph from being recorded.
+
+    Args:
+        same_as: node -> the earlier node whose very tensor it returns, as far as that is known.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+        first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if first is None or not (name in _GEOMETRY or (name == "set_" and len(node.args) == 2)):
+            continue
+        root = same_as.get(first.name, first.name)
+        names = [n for n in env if same_as.get(n.name, n.name) == root]
+        if any(n.op not in ("call_method", "call_function") for n in names):
+            continue
+        copy = env[node]
+        if name == "set_":
+            now = copy.args[1]
+        else:
+            now = graph.call_method(_GEOMETRY[name], copy.args, copy.kwargs)
+            now.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+        for n in (*names, node):
+            env[n] = now
+        graph.erase_node(copy)
+    return fx.GraphModule(gm, graph, class_name=type(gm).__name__)
 
 
 def _copy(gm: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], prefix: str) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from torch_bcg.graph.modes import ModeWriter, modes_at
+from torch_bcg.graph.modes import ModeWriter, is_mode, modes_at
 from torch_bcg.marking import plain_function
 
 
@@ -23,8 +23,19 @@ class Lowering:
         self.floats = floats
         self.modes = modes_at(gm.graph)
 
-    def needs(self, nodes: Iterable[str], own: set[str], fixed: Callable[[str], bool]) -> Needs:
-        """What ``nodes`` take from outside ``own``; ``fixed`` says which floats are bound outside."""
+    def needs(
+        self,
+        nodes: Iterable[str],
+        own: set[str],
+        fixed: Callable[[str], bool],
+        replaced: Collection[tuple[str, int]] = (),
+    ) -> Needs:
+        """What ``nodes`` take from outside ``own``.
+
+        Args:
+            fixed: which floats are bound outside.
+            replaced: (node, argument) read from number slots.
+        """
         needs = Needs()
         seen: set[str] = set()
 
@@ -53,8 +64,8 @@ class Lowering:
 
         for name in nodes:
             node = self.nodes[name]
-            for p in node.all_input_nodes:
-                visit(p.name)
+            args = [a for i, a in enumerate(node.args) if (name, i) not in replaced]
+            fx.node.map_arg((args, node.kwargs), lambda p: visit(p.name))
         needs.outside.sort(key=self.order.__getitem__)
         return needs
 
@@ -86,6 +97,8 @@ class Lowering:
 
         for original in sorted(own, key=self.order.__getitem__):
             node = self.nodes[original]
+            if is_mode(node):
+                continue  # put in force by the writer, where the next node needs it
             if original in nodes:
                 writer.change(self.modes[node])
             replaced = {i: operands[original, i] for i in (0, 1) if (original, i) in operands}

@@ -47,6 +47,7 @@ class Partition:
         stretches: in the order of the program.
         scratch: allocations that stand in no stretch.
         constants: nodes made once a program from numbers alone, in order.
+        numbers: nodes whose value is a number known from the arguments.
         live: nodes whose value is a number that changes between calls of one program.
         number_operands: (node, argument index) read from a number slot -> the node of the number.
     """
@@ -55,6 +56,7 @@ class Partition:
     scratch: list[fx.Node]
     constants: list[fx.Node]
     live: set[fx.Node]
+    numbers: set[fx.Node]
     number_operands: dict[tuple[fx.Node, int], fx.Node]
 
 
@@ -99,7 +101,7 @@ def partition(
         else:
             run.extend(nodes)
     end_run()
-    return Partition(stretches, scratch, sorter.constants, sorter.live, sorter.number_operands)
+    return Partition(stretches, scratch, sorter.constants, sorter.live, sorter.numbers, sorter.number_operands)
 
 
 def _append(stretches: list[Stretch], nodes: list[fx.Node], reasons: list[Reason]) -> None:
@@ -129,6 +131,8 @@ class _Sorter:
         self.constants: list[fx.Node] = []
         self.fixed: set[fx.Node] = set()  # constants, and views and numbers of them alone
         self.live: set[fx.Node] = set()
+        self.numbers: set[fx.Node] = set()
+        self.inside_levels: set[fx.Node] = set()
         self.number_operands: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def items(self) -> list[tuple[list[fx.Node], list[Reason]]]:
@@ -146,6 +150,7 @@ class _Sorter:
                 if unit < 0:
                     unit = len(items)
                     items.append(([], []))
+                self.inside_levels.add(node)
                 items[unit][0].append(node)
                 items[unit][1].extend(self.reasons(node, f))
                 place[node] = unit
@@ -179,6 +184,7 @@ class _Sorter:
         if f.kind == "object" and node.users and all(is_mode(u) for u in node.users):
             return False  # an argument of a mode, copied with it
         if f.kind == "number" or self.is_argument_read(node, f):
+            self.numbers.add(node)
             given = node.op == "placeholder" and not f.symbols  # a number without a symbol
             if given or not f.symbols <= self.facts.key_symbols or any(p in self.live for p in sources):
                 self.live.add(node)
@@ -192,6 +198,8 @@ class _Sorter:
             self.constants.append(node)
             self.fixed.add(node)
             return False
+        if not f.tensors:
+            self.live.add(node)  # a number read on the host in its place
         return True
 
     def is_argument_read(self, node: fx.Node, f: NodeFacts) -> bool:
@@ -243,7 +251,7 @@ class _Sorter:
             bodies = [p for p in node.all_input_nodes if p.op == "get_attr" and not _tensor(self.facts, p)]
             if bodies and not target.name().startswith("flex_attention"):
                 return "higher-order operator", target.name()
-        if f.kind == "object":
+        if f.kind == "object" and node not in self.inside_levels:
             return "object result", name
         operands = [
             (p, t) for p in node.all_input_nodes for t in self.facts.nodes[p.name].tensors

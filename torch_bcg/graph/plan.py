@@ -69,6 +69,7 @@ class _Planner:
         self.lowering = Lowering(gm, self.canonical, self.floats)
         self.touched = self.touched_storages()
         self.live = {n.name for n in parts.live}
+        self.numbers = {n.name for n in parts.numbers}
         self.owner = self.owners()
         self.bound: dict[str, bool] = {}
 
@@ -93,7 +94,7 @@ class _Planner:
         for node in self.gm.graph.nodes:
             f = self.facts.nodes[node.name]
             for t in f.tensors:
-                if t.storage in owner or (len(f.tensors) > 1 and node.op != "placeholder"):
+                if t.storage in owner or not f.is_tensor:
                     continue
                 if node.name in self.floats or node.name in self.canonical:
                     continue
@@ -120,7 +121,7 @@ class _Planner:
         if name in self.floats:
             return "size"
         eager = bool(self.stretch[name].reasons)
-        if len(f.tensors) != 1 or f.tensors[0].special:
+        if not f.is_tensor or f.tensors[0].special:
             return "fresh"
         owner = self.owner.get(f.tensors[0].storage, name)
         if owner != name:
@@ -135,7 +136,7 @@ class _Planner:
         if name not in self.bound:
             if name not in self.floats:
                 self.bound[name] = self.home(name) in FIXED
-            elif self.facts.nodes[name].kind == "number":
+            elif name in self.numbers:
                 f = self.facts.nodes[name]
                 self.bound[name] = name not in self.live and f.symbols <= self.facts.key_symbols
             else:
@@ -148,7 +149,7 @@ class _Planner:
         home = self.home(name)
         if home == "size":
             return Value(name, home, expr=f.expr)
-        if len(f.tensors) != 1:
+        if not f.is_tensor:
             return Value(name, home)
         (t,) = f.tensors
         owner = self.owner.get(t.storage, name)
@@ -228,13 +229,11 @@ class _Planner:
 
     def needs(self, stretch: Stretch, slots: Mapping[tuple[str, int], NumberSlot]) -> Needs:
         own = {n.name for n in stretch.nodes}
-        needs = self.lowering.needs((n.name for n in stretch.nodes), own, self.fixed)
-        if not stretch.reasons:
-            # A number read from a slot is no operand any more.
-            numbers = {s.source for (n, _), s in slots.items() if n in own}
-            needs.outside = [n for n in needs.outside if n not in numbers or self.fixed(n)]
-            needs.inside -= {n for n in needs.inside if n in self.live}
-            needs.outside = [n for n in needs.outside if self.fixed(n)]
+        replaced = () if stretch.reasons else slots.keys()
+        needs = self.lowering.needs((n.name for n in stretch.nodes), own, self.fixed, replaced)
+        moving = [n for n in needs.outside if not stretch.reasons and not self.fixed(n)]
+        if moving:
+            raise AssertionError(f"a recorded segment would read {moving}, which have no address")
         return needs
 
     def segment(
@@ -275,7 +274,7 @@ class _Planner:
         """The values with a home that a node is, or is remade from."""
         name = self.canonical.get(name, name)
         node = self.nodes[name]
-        if name not in self.floats or (self.facts.nodes[name].kind == "number" and self.fixed(name)):
+        if name not in self.floats or (name in self.numbers and self.fixed(name)):
             yield name
             if name not in self.floats and self.home(name) == "alias":
                 yield self.owner[self.facts.nodes[name].tensors[0].storage]
@@ -305,11 +304,11 @@ class _Planner:
             return Output("literal", repr(leaf))
         name = self.canonical.get(leaf.name, leaf.name)
         f: NodeFacts = self.facts.nodes[name]
-        if f.kind == "number" or not f.tensors:
+        if not f.tensors:
             if name in self.live or not f.expr or not f.symbols <= self.facts.key_symbols:
                 return Output("carried", name)
             return Output("size", f.expr)
-        if len(f.tensors) > 1:
+        if not f.is_tensor:
             return Output("carried", name)
         (t,) = f.tensors
         owner = self.owner.get(t.storage, name)

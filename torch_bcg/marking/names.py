@@ -55,8 +55,7 @@ def spelled(target: object) -> Spelling | None:
         return None
     if isinstance(target, MethodDescriptorType):
         return f"aten::{name}", None
-    # getitem takes results of several apart; where it indexes a tensor it calls aten::index.
-    if module == "_operator" and name != "getitem":
+    if module == "_operator":
         return f"aten::{_PYTHON_OPERATORS.get(name, name)}", None
     if module in _NAMESAKES or (isinstance(module, str) and module.startswith("torch._C")):
         return f"aten::{name}", None

@@ -78,9 +78,11 @@ class _Builder:
         self.steps: list[steps.Step] = []
         self.owners: list[object] = []
         self.copied = 0
+        self.recorded_kernels = 0
         self.bytes = 0
 
     def build(self) -> Program:
+        before = self.pool.reserved()
         self.bind_arguments()
         self.bind_memory()
         self.copy_in()
@@ -94,9 +96,10 @@ class _Builder:
         result = self.outputs()
         self.cells[:] = self.template
         return Program(
-            self.plan, self.key, statics_of(self.plan, self.given), overlaps_of(self.plan, self.given),
+            self.plan, self.key, self.geometries, statics_of(self.plan, self.given), overlaps_of(self.plan, self.given),
             [(self.cell[name], place) for name, place in self.loads.items()],
-            self.steps, self.cells, self.template, result, self.copied, self.bytes, self.owners,
+            self.steps, self.cells, self.template, result, self.copied, self.recorded_kernels,
+            self.bytes + max(0, self.pool.reserved() - before), self.owners,
         )  # fmt: skip
 
     # memory
@@ -201,22 +204,12 @@ class _Builder:
         kind = "graph" if isinstance(segment, GraphSegment) else "eager"
         own = set(segment.nodes)
         taken = {*segment.inputs, *segment.carried}
-        needs = self.lowering.needs(segment.nodes, own, lambda n: n in taken)
-        skipped = {n for n in needs.outside if n not in taken}
-        inside = needs.inside - self.unreached(segment, skipped)
+        replaced = [(n, i) for n, i, _ in segment.number_slots]
+        needs = self.lowering.needs(segment.nodes, own, taken.__contains__, replaced)
         return self.lowering.lower(
-            f"{kind}_{segment.index:03d}", segment.nodes, inside,
+            f"{kind}_{segment.index:03d}", segment.nodes, needs.inside,
             (*segment.inputs, *segment.carried), segment.outputs, segment.number_slots, direct,
         )  # fmt: skip
-
-    def unreached(self, segment: Segment, skipped: set[str]) -> set[str]:
-        """Floats that only lead to numbers read from slots."""
-        gone = set(skipped)
-        for name in self.lowering.order:
-            node = self.lowering.nodes[name]
-            if name in self.lowering.floats and any(p.name in gone for p in node.all_input_nodes):
-                gone.add(name)
-        return gone
 
     def record(self, segment: GraphSegment) -> None:
         code = self.code(segment, direct=False)
@@ -224,7 +217,9 @@ class _Builder:
         numbers = dict.fromkeys(s for _, _, s in segment.number_slots)
         operands += [self.bound[s] for s in numbers]
         made = [lambda v=self.values[n]: self.allocate(v) for n in segment.outputs]
-        recorder = recorder_for(self.pool, self.unrecorded(segment.index))
+        unrecorded = self.unrecorded(segment.index)
+        self.recorded_kernels += 0 if unrecorded else segment.kernels
+        recorder = recorder_for(self.pool, unrecorded)
         try:
             recording = recorder.record(code, operands, made)
         except Exception as error:  # anybody's operator raises anything; it becomes a cut's reason

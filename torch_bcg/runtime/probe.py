@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from torch_bcg.errors import OutputError
 from torch_bcg.graph import modes
+from torch_bcg.graph.facts import has_memory, target_name
 from torch_bcg.graph.ir import EagerSegment, Plan, Reason
 from torch_bcg.graph.partition import where
 from torch_bcg.graph.sizes import Geometry
@@ -74,9 +75,8 @@ class _Probe(fx.Interpreter):
         with self.pool.sync_reports() as waits, host_reads(reads.append):
             result = super().run_node(n)
         if reads or waits:
-            name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", n.target)
             why = f"Tensor.{reads[0]}" if reads else waits[0]
-            self.found.append(Reason("host read", n.name, where(n), f"{name}, {why}"))
+            self.found.append(Reason("host read", n.name, where(n), f"{target_name(n)}, {why}"))
         return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -84,26 +84,27 @@ class _Probe(fx.Interpreter):
 
     def check(self, n: fx.Node, result: object) -> None:
         """What a recorded segment will read from a slot must be what the facts say."""
-        value, segment = self.bridges[n.name], "probe"
+        value, place = self.bridges[n.name], f"{n.name}, {where(n)}"
+        name = target_name(n)
         assert value.spec is not None
         size = self.geometries[n.name][0]
         dtype = getattr(torch, value.spec.dtype)
         if not isinstance(result, Tensor) or tuple(result.shape) != size or result.dtype != dtype:
             expected = torch.empty(size, dtype=dtype, device="meta")
-            raise wrong_output(n.name, f"{segment}, {where(n)}", expected, result)
+            raise wrong_output(name, place, expected, result)
         storage = result.untyped_storage()._cdata
         for p in n.all_input_nodes:
             given = self.env.get(p)
             if (
                 isinstance(given, Tensor)
                 and result.numel()
-                and given.layout == torch.strided
+                and has_memory(given)
                 and given.untyped_storage()._cdata == storage
             ):
                 raise OutputError(
-                    f"'{n.name}' returned memory of its argument '{p.name}', which its fake "
+                    f"'{name}' returned memory of its argument '{p.name}', which its fake "
                     "implementation does not say.",
-                    where=f"{segment}, {where(n)}",
+                    where=place,
                     expected="new memory",
                     found=f"a view of '{p.name}'",
                     fix="Return a clone, or let the fake= of the marked function return the same "

@@ -7,22 +7,27 @@ outlives the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from torch_bcg.counters import counters
 from torch_bcg.graph.ir import Plan
+from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime.statics import Overlaps, Statics
 from torch_bcg.runtime.steps import Step
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Program:
     """Steps bound to memory.
 
     Attributes:
         plan: what it was built from.
         key: values of the plan's symbols.
+        geometries: of the plan's values at that key.
         statics: the static tensors whose addresses it holds.
         overlaps: the check before a call, or None if nothing can go wrong.
         loads: (cell, place of the argument).
@@ -31,12 +36,14 @@ class Program:
         result: the output leaves, from the cells.
         replays: calls so far.
         copied_bytes: bytes copied in, back, across cuts and out in one call.
-        bytes: memory the program owns outside the pool's recordings.
+        recorded_kernels: kernels of one call that recordings launch.
+        bytes: memory of its slots, and what the pool grew by when it was recorded.
         owners: recordings and slots, kept alive.
     """
 
     plan: Plan
     key: tuple[int, ...]
+    geometries: Mapping[str, Geometry]
     statics: Statics
     overlaps: Overlaps | None
     loads: list[tuple[int, int]]
@@ -45,6 +52,7 @@ class Program:
     template: list[Any]
     result: Callable[[list[Any]], tuple[Any, ...]]
     copied_bytes: int
+    recorded_kernels: int
     bytes: int
     owners: list[object]
     replays: int = 0
@@ -63,9 +71,22 @@ class Program:
         finally:
             cells[:] = self.template
 
+    def geometry_of(self, argument: str) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
+        """Shape, strides and dtype an argument was recorded with; None for a number."""
+        value = self.plan.value(argument)
+        if value.spec is None:
+            return None
+        size, stride, _ = self.geometries[argument]
+        return torch.Size(size), stride, getattr(torch, value.spec.dtype)
+
+    def __del__(self) -> None:
+        self.free()
+
     def free(self) -> None:
         """Lets go of recordings, slots and everything bound to them."""
         self.dead = True
+        counters.pool_bytes -= self.bytes
+        self.bytes = 0
         self.steps.clear()
         self.cells.clear()
         self.template.clear()

@@ -56,6 +56,11 @@ class Statics:
                 return False
         return same_addresses(args, self.pointers, self.indices)
 
+    def watch(self, died: Callable[[object], None]) -> None:
+        """Calls ``died`` when a tensor of the set is garbage collected."""
+        alive = [ref() for ref in self.objects]
+        self.objects = [weakref.ref(t, died) for t in alive if t is not None]
+
     def dead(self) -> bool:
         """Whether a tensor of the set is gone."""
         return any(ref() is None for ref in self.objects)

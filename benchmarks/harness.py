@@ -1,0 +1,222 @@
+"""What every benchmark here shares: where it ran, how it times, prints and saves.
+
+Times are host time from call to return, with the device idle before each call. All variants are
+timed in one run, one call each in turn: the order moves on by one every repeat and is reversed in
+every second one, so that no variant always follows the same other. Garbage collection is off
+meanwhile, and results are let go outside the timed span.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import gc
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+import torch_bcg
+
+ROOT = Path(__file__).resolve().parent.parent
+Call = Callable[[Tensor], Any]
+
+
+class Refused(Exception):  # noqa: N818  # no fault of the program: there is nothing to report
+    """A benchmark that must not report a number: the message says why."""
+
+
+# where it ran
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware, date, command and commit: what a number is worth nothing without."""
+    gpu = torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "torch_bcg": torch_bcg.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if gpu else None,
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit, ``+changes`` if the tree has some; ``GIT_SHA`` where there is no repository."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        return run.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("GIT_SHA")
+
+
+# options and progress
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the options all benchmarks have; ``doc`` is the docstring of the module."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these alone")
+    made.add_argument("--out", type=Path, metavar="DIR", help="folder for the JSON")
+    return made
+
+
+def check_names(chosen: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """The names to run, in the order of ``known``; all without ``--only``."""
+    known = list(known)
+    unknown = sorted(set(chosen or ()) - set(known))
+    if unknown:
+        raise Refused(f"--only: no such name: {', '.join(unknown)}. There are {', '.join(known)}.")
+    return [name for name in known if chosen is None or name in chosen]
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr: what it gives is called once a piece, with what comes next.
+
+    It is drawn by those calls alone: a thread that draws would take the interpreter from whatever
+    is being timed.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), auto_refresh=False
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        drawn = 0.0
+
+        def step(what: str = "") -> None:
+            nonlocal drawn
+            bar.update(task, advance=1, description=f"{title} {what}".rstrip())
+            if time.monotonic() - drawn > 0.2 or what:
+                bar.refresh()
+                drawn = time.monotonic()
+
+        yield step
+
+
+def say(text: str) -> None:
+    """One line about what happens now, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# time
+
+
+def wait_idle(device: torch.device) -> None:
+    """Returns when the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    calls: Mapping[str, Call], inputs: Sequence[Tensor], repeats: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Microseconds from call to return, ``repeats`` for each of ``calls``, all in turn."""
+    names = list(calls)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        with progress("timing", repeats) as step:
+            for i in range(repeats):
+                x = inputs[i % len(inputs)]
+                shift = i % len(names)
+                order = names[shift:] + names[:shift]
+                for name in reversed(order) if i % 2 else order:
+                    call = calls[name]
+                    wait_idle(device)
+                    start = time.perf_counter_ns()
+                    result = call(x)
+                    end = time.perf_counter_ns()
+                    samples[name].append((end - start) / 1000)
+                    del result
+                step("")
+    finally:
+        gc.enable()
+    return samples
+
+
+# results
+
+
+@dataclass
+class Record:
+    """One figure: the median of ``n`` samples between their 20th and 80th percentile."""
+
+    name: str
+    variant: str
+    unit: str
+    p20: float
+    p50: float
+    p80: float
+    n: int
+    params: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, name: str, variant: str, unit: str, samples: Sequence[float], **params: Any
+    ) -> Record:
+        """The record of ``samples``; ``params`` is whatever else tells this one from others."""
+        p20 = p80 = samples[0]
+        if len(samples) > 1:
+            _, p20, *_, p80, _ = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(name, variant, unit, p20, statistics.median(samples), p80, len(samples), params)
+
+
+def save(out: Path | None, name: str, records: Iterable[Record], **more: Any) -> None:
+    """Writes ``out/name.json``: the environment, the records, and what else is given."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"environment": environment(), "records": [asdict(r) for r in records], **more}
+    path = out / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    say(f"wrote {path}")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Aligned columns, the first to the left and the others to the right."""
+    text = [[f"{c:.2f}" if isinstance(c, float) else str(c) for c in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [
+                c.rjust(w) if i else c.ljust(w)
+                for i, (c, w) in enumerate(zip(r, widths, strict=True))
+            ]
+        )
+        for r in text
+    )

@@ -1,0 +1,103 @@
+"""Small models that reports are shown on, and how a test looks at what is said of them."""
+
+import re
+
+import torch
+from torch import nn
+
+import torch_bcg
+from torch_bcg.explain import explain
+
+
+@torch_bcg.eager_on_graph(mutates_args=("out",), name="shown::attention")
+def attention(q: torch.Tensor, k: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(q * k)
+
+
+@torch_bcg.eager_on_graph(fake=torch.empty_like, name="shown::route")
+def route(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+@torch.library.custom_op("shown::untagged", mutates_args=())
+def untagged(x: torch.Tensor) -> torch.Tensor:
+    return x * x.max().tolist()
+
+
+@untagged.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k = self.up(x).chunk(2, -1)
+        out = torch.empty_like(q)
+        attention(q, k, out)
+        return x + torch.relu(self.down(out))
+
+
+class Layers(nn.Module):
+    """Marked operations in layers that look alike."""
+
+    def __init__(self, layers=1):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Mixed(nn.Module):
+    """A bridge, a written argument, a buffer that counts, a number that follows the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, total, scale: float):
+        self.calls.add_(1)
+        total.add_(x.sum())
+        y = route(x * scale)
+        return {"y": y + 1, "rows": x.shape[0], "x": x, "nothing": None}
+
+
+class Untagged(nn.Module):
+    """An operation that reads the host though nothing says so."""
+
+    def forward(self, x):
+        return untagged(x + 1) + 1
+
+
+def explained(model, *args, **options):
+    """What `explain` says before any call."""
+    with torch.inference_mode():
+        return explain(model.eval(), options)(*args)
+
+
+def called(model, *calls):
+    """What `explain` says after these calls."""
+    compiled = torch.compile(model.eval(), backend="bcg")
+    with torch.inference_mode():
+        for args in calls:
+            compiled(*args)
+    return explain(compiled)
+
+
+def mixed():
+    x = torch.ones(4, 8)
+    torch._dynamo.mark_dynamic(x, 0)
+    return explained(Mixed(), x, torch.zeros(()), 1.5)
+
+
+def shown(text):
+    """Text but for lines of source files, numbers of graphs, and what Dynamo calls a symbol."""
+    text = re.sub(r"\w+\.py:\d+", "FILE:LINE", str(text))
+    return re.sub(r"\bs\d+\b", "sN", re.sub(r"graph_\d+\b(?! graph)", "graph_N", text))

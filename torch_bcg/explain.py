@@ -1,0 +1,82 @@
+"""``explain``: what becomes of a function, as text and as plans, with nothing recorded for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+
+from torch_bcg.dynamo import CompiledGraph
+from torch_bcg.graph.annotate import annotated
+from torch_bcg.graph.ir import Plan
+from torch_bcg.options import Options
+from torch_bcg.programs import graphs_of
+from torch_bcg.report.text import explanation
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What becomes of a function; ``str()`` is the text.
+
+    Attributes:
+        plans: one a graph, in the order in which Dynamo made them.
+        probed: whether every graph ran once under the probe, whose cuts are then in the plans.
+    """
+
+    plans: tuple[Plan, ...]
+    probed: bool
+
+    def __str__(self) -> str:
+        return explanation(self.plans, self.probed)
+
+
+def explain(
+    fn: Callable[..., Any], options: Mapping[str, object] | None = None
+) -> Callable[..., Explanation] | Explanation:
+    """Explains a function or module, or what ``torch.compile`` made of one.
+
+    ``print(explain(model)(*args))`` compiles ``model`` for these arguments, runs it once,
+    unrecorded, with all its side effects, and prints the plans. ``print(explain(compiled))`` prints
+    the plans of all that was compiled so far, with what the first calls found.
+
+    Args:
+        fn: a function or module, or the result of ``torch.compile(..., backend="bcg")``.
+        options: as for ``torch.compile``; for a function or module only.
+
+    Returns:
+        A callable that takes example arguments and returns the `Explanation`; for something
+        compiled, the `Explanation` itself.
+    """
+    if isinstance(fn, OptimizedModule) or innermost_fn(fn) is not fn:
+        graphs = graphs_of(fn)
+        plans = tuple(annotated(g.plan, g.lowering) for g in graphs)
+        return Explanation(plans, all(g.probed for g in graphs))
+    chosen = Options.make(options)
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        planner = _Planner(chosen)
+        torch.compile(fn, backend=planner)(*args, **kwargs)
+        return Explanation(tuple(planner.plans), probed=False)
+
+    return explained
+
+
+class _Planner:
+    """A backend that plans each graph and runs it as it came."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.plans: list[Plan] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
+        graph = CompiledGraph(gm, example_inputs, self.options)
+        plan = dataclasses.replace(graph.plan, name=f"graph_{len(self.plans)}")
+        self.plans.append(annotated(plan, graph.lowering))
+        return graph.eager

@@ -1,0 +1,1 @@
+"""FX in, plain data out: facts, partition, plan, lowering. No CUDA, no tensor that holds data."""

@@ -1,0 +1,189 @@
+"""What a plan is made of: reasons, geometries, values, segments, outputs. Frozen plain data.
+
+Sizes are Python expressions over the graph's symbols (``"s0*64"``); `graph.sizes` evaluates them.
+``str()`` of each is the text that reports show: no addresses, no ids, the same on every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Home = Literal[
+    "static",  # parameter, buffer or module tensor: recorded at its own address
+    "slot",  # user input copied into fixed memory at each call
+    "reference",  # user input passed on as it is
+    "number",  # Python number that follows the call
+    "size",  # number fixed by the key of a program
+    "constant",  # made from numbers alone: made once a program
+    "recorded",  # made by a recorded segment in its own memory
+    "scratch",  # uninitialised memory no recorded segment allocates: allocated once a program
+    "bridge",  # made by an eager segment, read by a recorded one: copied into fixed memory
+    "fresh",  # made by an eager segment, read by eager segments or returned
+    "alias",  # result of an operation that returned memory which already has a home
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a node is not recorded.
+
+    Attributes:
+        kind: short stable word, the same for all nodes cut for the same cause.
+        node: FX node name.
+        where: ``file:line`` of the user's code, or "" if unknown.
+        detail: the operator, class or error that caused it.
+        unit: what one occurrence is; a marked module is one unit however many nodes it has.
+        target: what `eager_on_graph` takes to mark the operation, or "" if nothing can be marked.
+    """
+
+    kind: str
+    node: str
+    where: str = ""
+    detail: str = ""
+    unit: str = ""
+    target: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.kind}: {self.detail}" if self.detail else self.kind
+        return f"{text} ({self.node}{', ' + self.where if self.where else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Geometry of a tensor as Python expressions over the symbols.
+
+    Sizes and strides are in elements. The offset is in bytes, from the first element of the tensor
+    that made the storage known: views move with the tensor they are views of.
+    """
+
+    dtype: str
+    device: str
+    size: tuple[str, ...]
+    stride: tuple[str, ...]
+    offset: str = "0"
+
+    def __str__(self) -> str:
+        short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+        name = self.dtype
+        for long, brief in short.items():
+            if name.startswith(long) and name[len(long) :].isdigit():
+                name = brief + name[len(long) :]
+        return f"{name}[{', '.join(self.size)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Something that has a home outside the segment that makes it.
+
+    Attributes:
+        name: FX node name.
+        home: where it lives, see `Home`.
+        spec: geometry; None for numbers and objects.
+        storage: number of the storage it lies in; -1 for numbers.
+        base: for ``alias``: the value that owns the storage.
+        expr: for ``size``: its expression.
+        written: something in the graph writes its storage.
+    """
+
+    name: str
+    home: Home
+    spec: TensorSpec | None = None
+    storage: int = -1
+    base: str = ""
+    expr: str = ""
+    written: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.spec}" if self.spec is not None else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of nodes between two cuts, in the order of the program.
+
+    Attributes:
+        index: place in the plan.
+        nodes: names of the computing nodes.
+        inputs: values it takes that have a fixed place: slots, statics, views of them, sizes.
+        carried: values it takes that differ from call to call, or are made anew in it.
+        outputs: values it makes that somebody else reads.
+        copy_back: user inputs in slots that it writes; the caller's tensors are updated after it.
+        number_slots: (node, argument index, slot name) of numbers read from memory.
+        kernels: dispatched operations that are no view and no allocation.
+        module: longest module path shared by its nodes.
+        reads: values with a home that ``inputs`` and ``carried`` are, or are views of.
+    """
+
+    index: int
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    carried: tuple[str, ...]
+    outputs: tuple[str, ...]
+    copy_back: tuple[str, ...] = ()
+    number_slots: tuple[tuple[str, int, str], ...] = ()
+    kernels: int = 0
+    module: str = ""
+    reads: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """``graph`` if it is recorded, ``eager`` if it runs at every call."""
+        return "graph" if isinstance(self, GraphSegment) else "eager"
+
+    def __str__(self) -> str:
+        what = f"segment {self.index} {self.kind}, {counted(self.kernels, 'kernel')}"
+        return f"{what}, {self.module}" if self.module else what
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSegment(Segment):
+    """Recorded once a program, replayed at every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagerSegment(Segment):
+    """Run at every call; `reasons` says why it is not recorded."""
+
+    reasons: tuple[Reason, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join([Segment.__str__(self), *map(str, self.reasons)])
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSlot:
+    """A 0-dim tensor that carries a changing number into recorded kernels.
+
+    Attributes:
+        name: slot name.
+        source: node whose number (or 0-dim CPU tensor) it carries.
+        dtype: dtype in which the reading kernel would compute with the number.
+    """
+
+    name: str
+    source: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One leaf of what the compiled function returns.
+
+    Attributes:
+        how: ``literal`` (text of a constant), ``size`` (an expression), ``clone`` (program memory,
+            copied), ``view`` (remade from the caller's tensor), ``carried`` (made by this call).
+        name: the node, or the text of the literal.
+        base: for ``view``: the user input or static tensor it lies in.
+        delta: for ``view`` by geometry: offset from the base's first element; "" if made by nodes.
+    """
+
+    how: Literal["literal", "size", "clone", "view", "carried"]
+    name: str
+    base: str = ""
+    delta: str = ""
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 kernel``, ``2 kernels``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

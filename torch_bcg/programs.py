@@ -1,0 +1,145 @@
+"""What was compiled for a function, from outside: its graphs and programs, and how to free them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import (  # the one place that looks into Dynamo's caches
+    OptimizedModule,
+    _debug_get_cache_entry_list,
+    innermost_fn,
+)
+
+from torch_bcg.dynamo import CompiledGraph, bcg
+from torch_bcg.errors import BCGError
+from torch_bcg.graph.ir import Plan
+from torch_bcg.runtime.program import Program
+
+
+class ProgramHandle:
+    """One program: its plan, and a way to call it past Dynamo and its guards.
+
+    Attributes:
+        plan: the plan it was recorded from.
+        sizes: value of each symbol of the plan.
+        replays: calls so far.
+        bytes: memory of its slots and of values recorded on the host.
+        arguments: what a call takes: the graph's inputs that are no static tensor and no size.
+    """
+
+    def __init__(self, graph: CompiledGraph, program: Program) -> None:
+        self._graph, self._program = graph, program
+        self.plan: Plan = program.plan
+        self.sizes: Mapping[str, int] = dict(
+            zip((s for s, _, _ in program.plan.symbols), program.key, strict=True)
+        )
+        homes = {v.name: v.home for v in self.plan.values}
+        self.arguments = tuple(
+            a for a in self.plan.arguments if homes[a] not in ("static", "size")
+        )
+        self._full: list[Any] = [None] * len(self.plan.arguments)
+        self._given = [self.plan.arguments.index(a) for a in self.arguments]
+        for symbol, argument, dim in self.plan.symbols:
+            if dim < 0:
+                self._full[self.plan.arguments.index(argument)] = self.sizes[symbol]
+        self._expected = [program.geometry_of(a) for a in self.arguments]
+
+    @property
+    def replays(self) -> int:
+        return self._program.replays
+
+    @property
+    def bytes(self) -> int:
+        return self._program.bytes
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        """Replays with these `arguments`, in order; returns the graph's outputs.
+
+        Raises:
+            BCGError: the program is gone, a static tensor moved, or an argument has another
+                shape, stride or dtype than the program was recorded for.
+        """
+        program, full = self._program, list(self._full)
+        if len(args) != len(self._given):
+            raise _unfit("number of arguments", str(len(self._given)), str(len(args)))
+        for name, place, expected, x in zip(
+            self.arguments, self._given, self._expected, args, strict=True
+        ):
+            if expected is not None and (x.shape, x.stride(), x.dtype) != expected:
+                raise _unfit(name, str(expected), str((x.shape, x.stride(), x.dtype)))
+            full[place] = x
+        for place, ref in zip(program.statics.places, program.statics.objects, strict=True):
+            full[place] = ref()
+        if program.dead or program.statics.dead() or not program.statics.match(full):
+            raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
+        return self._graph.replay(program, full)
+
+
+def _unfit(what: str, expected: str, found: str) -> BCGError:
+    return BCGError(
+        f"The program was not recorded for this call: {what}.",
+        where="ProgramHandle",
+        expected=expected,
+        found=found,
+        fix="Call the compiled function, which finds or records the right program.",
+    )
+
+
+def programs(compiled: Callable[..., Any]) -> list[ProgramHandle]:
+    """The programs of a compiled function or module, the last used of each graph first."""
+    return [ProgramHandle(g, p) for g in graphs_of(compiled) for p in g.programs]
+
+
+def reset(compiled: Callable[..., Any] | None = None) -> None:
+    """Frees programs, slots and recordings; the next calls record again.
+
+    Args:
+        compiled: what `torch.compile` returned; None: everything.
+    """
+    if compiled is None:
+        bcg.reset()
+        return
+    for graph in graphs_of(compiled):
+        graph.reset()
+
+
+def graphs_of(compiled: Callable[..., Any]) -> list[CompiledGraph]:
+    """The graphs of a compiled function or module, those after graph breaks included.
+
+    The backend never sees what `torch.compile` returns, so they are found by code object: Dynamo's
+    cache entries of the code name their graphs among the globals, and so does resumed code.
+    """
+    found: list[CompiledGraph] = []
+    seen: set[types.CodeType] = set()
+    todo = _functions(compiled)
+    while todo:
+        function = todo.pop(0)
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        scope = function.__globals__
+        for entry in _debug_get_cache_entry_list(function.__code__):
+            values = [(n, scope[n]) for n in entry.code.co_names if n in scope]
+            todo += [v for n, v in values if n.startswith("__resume_at")]
+            graphs = [innermost_fn(v) for n, v in values if n.startswith("__compiled_fn")]
+            found += [g for g in graphs if isinstance(g, CompiledGraph) and g not in found]
+    return found
+
+
+def _functions(compiled: Callable[..., Any]) -> list[types.FunctionType]:
+    """The Python functions whose code Dynamo may have compiled for ``compiled``."""
+    if isinstance(compiled, OptimizedModule):
+        compiled = compiled._orig_mod
+    if isinstance(compiled, torch.nn.Module):
+        compiled = compiled.forward
+    functions: list[types.FunctionType] = []
+    current: Any = innermost_fn(compiled)
+    while current is not None:
+        current = getattr(current, "__func__", current)
+        if isinstance(current, types.FunctionType):
+            functions.append(current)
+        current = getattr(current, "__wrapped__", None)
+    return functions

@@ -1,0 +1,1 @@
+"""Plans and counters -> text, a page, files, traces. Observes and never decides."""

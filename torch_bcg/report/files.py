@@ -1,0 +1,152 @@
+"""Plans and what happened to them -> files, numbered in the order of the flow.
+
+``<directory>/rank0/graph_0/`` holds the graph, its segments, the plan, the code of each segment,
+what was captured, counters, a page. Each file is written whole or not at all. Texts and code are the
+same on every run; figures are in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from torch_bcg.counters import stats
+from torch_bcg.graph.ir import Plan
+from torch_bcg.graph.lower import Lowering
+from torch_bcg.report import code, text
+from torch_bcg.report.page import page
+
+log = logging.getLogger(__name__)
+_INDEX = {
+    "00_graph.py": "the graph that Dynamo handed over, with shapes, strides, devices",
+    "01_segments.txt": "what `explain` says: segments, cuts with their reasons, costs of a call",
+    "02_plan.txt": "every value, its home, who reads it; every segment",
+    "02_plan.json": "the same as data: `torch_bcg.graph.ir.Plan.from_json` reads it",
+    "03_segment_*.py": "code of each segment",
+    "04_capture.json": "programs in the order of capture: key, bytes",
+    "05_counters.json": "counters of the process, after the last capture",
+    "page.html": "the plan drawn; open it in a browser",
+}
+_directory: ContextVar[str | None] = ContextVar("torch_bcg_dump", default=None)
+
+
+@contextmanager
+def dump_to(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """Dumps every graph planned inside the ``with``, and what is captured for it later on.
+
+    Args:
+        directory: made if it is not there; ``TORCH_BCG_DUMP`` and the option ``dump`` do the same.
+
+    Yields:
+        The folder of this rank, with one folder a graph.
+    """
+    token = _directory.set(os.fspath(directory))
+    try:
+        yield _rank_folder(os.fspath(directory))
+    finally:
+        _directory.reset(token)
+
+
+class Dump:
+    """The folder of one graph."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.programs: list[Mapping[str, object]] = []
+
+    def captured(self, key: Mapping[str, int], figures: Mapping[str, int]) -> None:
+        """Notes a program, and writes the counters as they are now.
+
+        Args:
+            key: value of each symbol of the plan.
+            figures: e.g. ``bytes``, ``copied_bytes``, by name.
+        """
+        self.programs.append({"key": dict(key), **figures})
+        write(self.folder / "04_capture.json", json.dumps(self.programs, indent=1) + "\n")
+        write(self.folder / "05_counters.json", stats().json() + "\n")
+
+
+def planned(
+    name: str,
+    plan: Plan,
+    gm: fx.GraphModule,
+    lowering: Lowering,
+    directory: str | None,
+    probed: bool = False,
+) -> Dump | None:
+    """Dumps a plan if anybody asked for it.
+
+    Args:
+        name: of the graph, and of its folder.
+        plan: an annotated plan.
+        gm: the graph it is the plan of.
+        lowering: of that plan.
+        directory: of the option ``dump``; an enclosing `dump_to` comes before it.
+        probed: whether the plan knows what the probe found.
+
+    Returns:
+        What takes note of captures, or None if nobody asked for a dump.
+    """
+    chosen = _directory.get() or directory
+    if chosen is None:
+        return None
+    segments = code.segments_code(plan, lowering)
+    folder = _rank_folder(chosen) / name
+    dump(folder, plan, code.graph_code(gm), segments, probed)
+    log.info("%s is dumped to %s", name, folder)
+    return Dump(folder)
+
+
+def dump(
+    folder: Path, plan: Plan, graph_code: str, segments_code: Mapping[int, str], probed: bool
+) -> None:
+    """Writes all that is known before anything is captured; files of an older plan go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        "00_graph.py": graph_code,
+        "01_segments.txt": text.explanation([plan], probed),
+        "02_plan.txt": plan.render(),
+        "02_plan.json": plan.to_json() + "\n",
+        **{f"03_segment_{i:03d}.py": source for i, source in segments_code.items()},
+        "page.html": page(plan, segments_code),
+        "INDEX.md": index(plan),
+    }
+    for old in (*folder.glob("03_segment_*.py"), *folder.glob("0[45]_*.json")):
+        if old.name not in files:
+            old.unlink()
+    for name, content in files.items():
+        write(folder / name, content)
+
+
+def index(plan: Plan) -> str:
+    """``INDEX.md``: what each file is."""
+    rows = [f"| `{name}` | {what} |" for name, what in _INDEX.items()]
+    return "\n".join([f"# {plan}", "", "| file | what it is |", "|---|---|", *rows]) + "\n"
+
+
+def write(path: Path, content: str) -> None:
+    """Writes a file whole or not at all: a reader sees the older one or this one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _rank_folder(directory: str) -> Path:
+    distributed = torch.distributed
+    ready = distributed.is_available() and distributed.is_initialized()
+    return Path(directory) / f"rank{distributed.get_rank() if ready else 0}"
