@@ -1,9 +1,9 @@
 """`explain`: once before any call, and again after calls."""
 
 import torch
-from report.shown import Layers, Untagged, called, explained
 
 import torch_bcg
+from report.shown import Layers, Untagged, called, explained
 from torch_bcg.counters import counters
 from torch_bcg.explain import Explanation, explain
 
@@ -67,6 +67,13 @@ def test_the_compiled_function_works_on():
         explain(compiled)
         with counters.expect(replays=1):
             assert torch.equal(compiled(x), expected)
+
+
+def test_says_that_gradients_are_needed():
+    explanation = explain(Layers())(torch.ones(4, 16))
+    assert explanation.gradients == ("graph_0",)
+    assert "gradients are needed" in str(explanation)
+    assert "torch.inference_mode()" in str(explanation)
 
 
 def test_only_the_graphs_of_what_was_asked():

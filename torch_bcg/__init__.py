@@ -3,9 +3,22 @@
 from torch_bcg.counters import stats
 from torch_bcg.dynamo import bcg
 from torch_bcg.errors import BCGError
+from torch_bcg.explain import explain
 from torch_bcg.marking import eager_on_graph
 from torch_bcg.options import Options
 from torch_bcg.programs import programs, reset
+from torch_bcg.report.files import dump_to
 
 __version__ = "0.1.0"
-__all__ = ["BCGError", "Options", "__version__", "bcg", "eager_on_graph", "programs", "reset", "stats"]
+__all__ = [
+    "BCGError",
+    "Options",
+    "__version__",
+    "bcg",
+    "dump_to",
+    "eager_on_graph",
+    "explain",
+    "programs",
+    "reset",
+    "stats",
+]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import operator
 
 import warnings
@@ -33,6 +32,7 @@ from torch_bcg.errors import (
     OptionError,
 )
 from torch_bcg.graph import modes
+from torch_bcg.graph.annotate import annotated
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.inline import inlined, without_geometry_changes
 from torch_bcg.graph.ir import Plan, Reason
@@ -40,12 +40,12 @@ from torch_bcg.graph.partition import partition
 from torch_bcg.graph.plan import make_plan
 from torch_bcg.graph.sizes import geometries
 from torch_bcg.options import Options
+from torch_bcg.report import files, trace
 from torch_bcg.runtime.capture import capture
-from torch_bcg.runtime.device import pool_of
+from torch_bcg.runtime.device import pool_of, renew_pools
 from torch_bcg.runtime.probe import probe
 from torch_bcg.runtime.program import Program
 
-log = logging.getLogger(__name__)
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 _number = itertools.count()
 
@@ -95,6 +95,7 @@ class Backend:
         """Frees every program, slot and pool; ``torch._dynamo.reset()`` calls it."""
         for graph in live_graphs():
             graph.reset()
+        renew_pools()
 
 
 bcg = Backend()
@@ -191,9 +192,12 @@ class CompiledGraph:
         self.owner = type_of_self()
         self.warned: set[str] = set()
         self.pool = pool_of(self.facts.device)
+        self.told: tuple[Plan, bool] | None = None
+        self.dump_directory, self.compile_id = files.chosen(options.dump), trace.compile_id()
         self.found: dict[str, Reason] = {}
         self.programs: list[Program] = []
         self.reset()
+        self.tell()
         _graphs.add(self)
 
     def make_plan(self) -> None:
@@ -207,13 +211,13 @@ class CompiledGraph:
             self.options.min_segment_kernels,
         )
         plan, self.lowering = make_plan(self.name, self.gm, self.facts, parts, self.static)
+        plan = annotated(plan, self.lowering)
         if getattr(self, "plan", None) != plan:
             self.free()
             self.plan: Plan = plan
             self.geometries = geometries(plan)
             self.key = key_reader(plan)
             self.tell_cuts()
-            log.debug("%s", plan)
 
     def mark_of(self, node: fx.Node) -> marking.Mark | None:
         operators = self.facts.nodes[node.name].operators
@@ -288,6 +292,7 @@ class CompiledGraph:
         if reasons:
             self.found.update((r.node, r) for r in reasons)
             self.make_plan()
+        self.tell()
         return result
 
     def record(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
@@ -306,13 +311,20 @@ class CompiledGraph:
             program.statics.watch(functools.partial(_died, weakref.ref(self), weakref.ref(program)))
             counters.captures += 1
             counters.pool_bytes += program.bytes
+            self.tell()
+            if self.dump is not None:
+                self.dump.captured(
+                    dict(zip((s for s, _, _ in self.plan.symbols), key, strict=True)),
+                    {"bytes": program.bytes, "copied_bytes": program.copied_bytes},
+                )
             return
 
     def cut(self, error: CaptureError) -> None:
         """Makes the operation at which a capture failed eager."""
         node = getattr(error, "node", "")
         segment = self.plan.segments[error.segment]  # type: ignore[attr-defined]
-        for name in (node,) if node in segment.nodes else segment.nodes:
+        known = node in segment.nodes and node not in self.found
+        for name in (node,) if known else segment.nodes:
             self.found[name] = Reason("cannot be recorded", name, detail=error.found)
         self.make_plan()
 
@@ -349,6 +361,17 @@ class CompiledGraph:
         counters.kernels += self.plan.kernels
         counters.recorded_kernels += program.recorded_kernels
         counters.copied_bytes += program.copied_bytes
+
+    def tell(self) -> None:
+        """The plan -> logs, TORCH_TRACE, files; again once it changed or is probed."""
+        if self.told == (self.plan, self.probed):
+            return
+        self.told = (self.plan, self.probed)
+        trace.log_plan(self.plan)
+        trace.trace_plan(self.plan, self.probed, self.compile_id)
+        self.dump = files.planned(
+            self.name, self.plan, self.gm, self.lowering, self.dump_directory, self.probed
+        )
 
     def tell_cuts(self) -> None:
         """``on_cut``: cuts that nobody marked."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
-from torch_bcg.dynamo import CompiledGraph
+from torch_bcg.dynamo import CompiledGraph, needs_gradients
 from torch_bcg.graph.annotate import annotated
 from torch_bcg.graph.ir import Plan
 from torch_bcg.options import Options
@@ -28,13 +28,21 @@ class Explanation:
     Attributes:
         plans: one a graph, in the order in which Dynamo made them.
         probed: whether every graph ran once under the probe, whose cuts are then in the plans.
+        gradients: names of plans whose call needed gradients, so that ``bcg`` would not record it.
     """
 
     plans: tuple[Plan, ...]
     probed: bool
+    gradients: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return explanation(self.plans, self.probed)
+        text = explanation(self.plans, self.probed)
+        if not self.gradients:
+            return text
+        return (
+            f"{text}\nCalled as here nothing of {', '.join(self.gradients)} is recorded: gradients "
+            "are needed.\nCall under torch.inference_mode() or torch.no_grad().\n"
+        )
 
 
 def explain(
@@ -55,7 +63,7 @@ def explain(
         compiled, the `Explanation` itself.
     """
     if isinstance(fn, OptimizedModule) or innermost_fn(fn) is not fn:
-        graphs = graphs_of(fn)
+        graphs = sorted(graphs_of(fn), key=lambda g: g.number)
         plans = tuple(annotated(g.plan, g.lowering) for g in graphs)
         return Explanation(plans, all(g.probed for g in graphs))
     chosen = Options.make(options)
@@ -63,7 +71,7 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         planner = _Planner(chosen)
         torch.compile(fn, backend=planner)(*args, **kwargs)
-        return Explanation(tuple(planner.plans), probed=False)
+        return Explanation(tuple(planner.plans), probed=False, gradients=tuple(planner.gradients))
 
     return explained
 
@@ -74,9 +82,12 @@ class _Planner:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.plans: list[Plan] = []
+        self.gradients: list[str] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
         graph = CompiledGraph(gm, example_inputs, self.options)
         plan = dataclasses.replace(graph.plan, name=f"graph_{len(self.plans)}")
         self.plans.append(annotated(plan, graph.lowering))
+        if needs_gradients(gm, example_inputs):
+            self.gradients.append(plan.name)
         return graph.eager

@@ -1,5 +1,6 @@
 """The plan as text and as JSON: the same to the character, nothing lost."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,8 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from report.shown import Layers, Mixed, Untagged, called, explained, mixed, shown
 
+from report.shown import Layers, Mixed, Untagged, called, explained, mixed, shown
 from torch_bcg.graph import ir
 from torch_bcg.graph.amounts import bytes_of
 from torch_bcg.graph.annotate import annotated
@@ -19,12 +20,14 @@ TESTS = Path(__file__).resolve().parent.parent
 
 def test_marked_layer():
     (plan,) = explained(Layers(), torch.ones(4, 16)).plans
-    assert_expected_inline(shown(plan.render()), """\
+    assert_expected_inline(
+        shown(plan.render()),
+        """\
 plan graph_N on cpu: 4 of 5 kernels recorded, in 2 segments; 1 eager
 
 arguments: 5
   4 static tensors that nothing writes, 3,264 bytes: recorded where they are
-  l_x_  slot  f32[4, 16]  256 bytes  copied in at each call
+  l_x_  slot  f32[4, 16]  256 bytes  copied in
 
 values: 3
   linear  recorded  f32[4, 32]  512 bytes  memory of a recorded segment
@@ -36,12 +39,12 @@ segments: 3
       nodes       linear, out
       reads       l_x_ (slot), 2 static tensors
       makes       linear f32[4, 32] (recorded), out f32[4, 16] (recorded)
-      to later    768 bytes: linear, out
+      crosses     768 bytes: linear, out
   1 eager, 1 kernel, layers.0
       reason      mark: shown::attention (attention_default, FILE:LINE)
       nodes       attention_default
       reads       linear (recorded), out (recorded)
-      to later    256 bytes: out
+      crosses     256 bytes: out
   2 graph, 3 kernels, layers.0
       nodes       linear_1, relu, x
       reads       l_x_ (slot), out (recorded), 2 static tensors
@@ -49,50 +52,59 @@ segments: 3
 
 outputs: 1
   0  x  f32[4, 16]  the caller's own copy
-""")
+""",
+    )
 
 
 def test_bridge_written_argument_and_numbers():
     (plan,) = mixed().plans
-    assert_expected_inline(shown(plan.render()), """\
+    assert_expected_inline(
+        shown(plan.render()),
+        """\
 plan graph_N on cpu: 5 of 6 kernels recorded, in 2 segments; 1 eager
 
 key: a program for each
-  sN  l_x_.shape[0], given as argument sN  fixed in a program
+  sNN  l_x_.shape[0], given as argument sNN  fixed in a program
 
-arguments: 4
-  l_self_buffers_calls_  static  f32[]        4 bytes       recorded where it is, written
-  l_total_               slot    f32[]        4 bytes       copied in at each call, and back where written
-  sN                    size                               of the key
-  l_x_                   slot    f32[sN, 8]  32*sN bytes  copied in at each call
+numbers that follow the call
+  item from l_scale_  float32  read from item_float32
+
+arguments: 5
+  l_self_buffers_calls_  static     f32[]        4 bytes       recorded where it is, written
+  l_total_               slot       f32[]        4 bytes       copied in, and back where written
+  sNN                    size                                  of the key
+  l_x_                   slot       f32[sNN, 8]  32*sNN bytes  copied in
+  l_scale_               reference  f64[]        8 bytes       passed on as it is
 
 values: 3
-  mul  recorded  f32[sN, 8]  32*sN bytes  memory of a recorded segment
-  y    bridge    f32[sN, 8]  32*sN bytes  copied into its slot after the eager segment
-  add  recorded  f32[sN, 8]  32*sN bytes  memory of a recorded segment
+  mul  recorded  f32[sNN, 8]  32*sNN bytes  memory of a recorded segment
+  y    bridge    f32[sNN, 8]  32*sNN bytes  copied into its slot after the eager segment
+  add  recorded  f32[sNN, 8]  32*sNN bytes  memory of a recorded segment
 
 segments: 3
   0 graph, 4 kernels
       nodes       add_, sum_1, add__1, mul
       reads       l_self_buffers_calls_ (static), l_total_ (slot), l_x_ (slot)
-      makes       mul f32[sN, 8] (recorded)
+      makes       mul f32[sNN, 8] (recorded)
+      numbers     mul reads item from item_float32
       copies back l_total_
-      to later    32*sN bytes: mul
+      crosses     32*sNN bytes: mul
   1 eager, 1 kernel
       reason      mark: shown::route (y, FILE:LINE)
       nodes       y
       reads       mul (recorded)
-      makes       y f32[sN, 8] (bridge)
-      to later    32*sN bytes: y
+      makes       y f32[sNN, 8] (bridge)
+      crosses     32*sNN bytes: y
   2 graph, 1 kernel
       nodes       add
       reads       y (bridge)
-      makes       add f32[sN, 8] (recorded)
+      makes       add f32[sNN, 8] (recorded)
 
 outputs: 2
-  0  add  f32[sN, 8]  the caller's own copy
-  1  sN               follows from the key
-""")
+  0  add  f32[sNN, 8]  the caller's own copy
+  1  sNN               follows from the key
+""",
+    )
 
 
 def test_forty_layers_are_all_listed():
@@ -105,14 +117,25 @@ def test_forty_layers_are_all_listed():
 
 def test_nothing_recorded():
     plan = ir.Plan(
-        "graph_0", "cpu", (), ("x",), (), (), (), (), ir.Reason("changed geometry", "set_", "a.py:1", "set_")
+        "graph_0",
+        "cpu",
+        (),
+        ("x",),
+        (),
+        (),
+        (),
+        (),
+        ir.Reason("changed geometry", "set_", "a.py:1", "set_"),
     )
-    assert_expected_inline(plan.render(), """\
+    assert_expected_inline(
+        plan.render(),
+        """\
 plan graph_0 on cpu: nothing is recorded, changed geometry: set_ (set_, a.py:1)
 
 arguments: 1
   x  unused
-""")
+""",
+    )
 
 
 def test_json_gives_an_equal_plan():
@@ -140,7 +163,7 @@ outputs = st.builds(ir.Output, st.sampled_from(["clone", "view"]), names, names,
 plans = st.builds(
     ir.Plan, names, names, st.lists(st.tuples(names, names, st.integers(-1, 3)), max_size=2).map(tuple),
     texts, st.lists(values, max_size=3).map(tuple), st.lists(segments, max_size=3).map(tuple),
-    st.lists(st.builds(ir.NumberSlot, names, names, names), max_size=2).map(tuple),
+    st.lists(st.builds(ir.NumberSlot, names, names, names, texts), max_size=2).map(tuple),
     st.lists(outputs, max_size=3).map(tuple), st.none() | reasons,
 )  # fmt: skip
 
@@ -159,7 +182,8 @@ def test_same_text_in_fresh_processes():
     once, again = (
         subprocess.run(
             [sys.executable, "-c", code],
-            cwd=TESTS, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed},
+            cwd=TESTS, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     )  # fmt: skip

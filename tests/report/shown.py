@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import torch_bcg
-from torch_bcg.explain import explain
+from torch_bcg.explain import Explanation, explain
 
 
 @torch_bcg.eager_on_graph(mutates_args=("out",), name="shown::attention")
@@ -92,12 +92,15 @@ def called(model, *calls):
 
 
 def mixed():
+    """The second graph of `Mixed`, whose number changed."""
     x = torch.ones(4, 8)
     torch._dynamo.mark_dynamic(x, 0)
-    return explained(Mixed(), x, torch.zeros(()), 1.5)
+    both = called(Mixed(), (x, torch.zeros(()), 1.5), (x, torch.zeros(()), 2.5))
+    return Explanation(both.plans[1:], both.probed)
 
 
 def shown(text):
     """Text but for lines of source files, numbers of graphs, and what Dynamo calls a symbol."""
     text = re.sub(r"\w+\.py:\d+", "FILE:LINE", str(text))
-    return re.sub(r"\bs\d+\b", "sN", re.sub(r"graph_\d+\b(?! graph)", "graph_N", text))
+    text = re.sub(r"\bgraph_\d{1,2}\b", "graph_N", text)
+    return re.sub(r"\bs\d+\b", lambda m: "s" + "N" * (len(m[0]) - 1), text)

@@ -4,8 +4,8 @@ import re
 from html.parser import HTMLParser
 
 import torch
-from report.shown import Layers, called, explained, mixed, Untagged
 
+from report.shown import Layers, Untagged, called, explained, mixed
 from torch_bcg.graph import ir
 from torch_bcg.report.page import page
 
@@ -49,7 +49,11 @@ def test_every_segment_reason_and_output():
     (plan,) = mixed().plans
     text = checked(plan, {0: "class graph_000: ..."})
     assert "class graph_000" in text
-    for said in ("mark: shown::route", "copied back to the caller: l_total_", "copied to a slot: y"):
+    for said in (
+        "mark: shown::route",
+        "copied back to the caller: l_total_",
+        "copied to a slot: y",
+    ):
         assert said in text
     assert "the caller's own copy" in text
 

@@ -4,15 +4,18 @@ import re
 
 import torch
 from expecttest import assert_expected_inline
-from report.shown import Layers, Untagged, called, explained, mixed, shown
 
 import torch_bcg
+from report.shown import Layers, Untagged, called, explained, mixed, shown
+from torch_bcg.explain import explain
 from torch_bcg.report.text import explanation
 
 
 def test_marked_layer():
     text = explained(Layers(), torch.ones(4, 16))
-    assert_expected_inline(shown(text), """\
+    assert_expected_inline(
+        shown(text),
+        """\
 graph_N on cpu: 4 of 5 kernels recorded, in 2 segments; 1 eager
 
 segments, in the order of a call
@@ -32,18 +35,24 @@ slots: memory at a fixed address
   A caller's tensor that stays where it is needs no slot:
       torch._dynamo.mark_static_address(tensor)
 
+numbers
+  Any other number is a constant of the graph: Dynamo compares it at each call.
+
 outputs
   x f32[4, 16]  the caller's own copy  256 bytes
 
 Not probed: marks, schemas and fake tensors say this. An operation that reads the host and
 does not say so is found by the first real call, which adds a cut for it; explain(compiled)
 after that call shows it.
-""")
+""",
+    )
 
 
 def test_alike_layers_are_folded():
     text = explained(Layers(40), torch.ones(4, 16))
-    assert_expected_inline(shown(str(text).partition("\n\nslots")[0]), """\
+    assert_expected_inline(
+        shown(str(text).partition("\n\nslots")[0]),
+        """\
 graph_N on cpu: 160 of 200 kernels recorded, in 41 segments; 40 eager
 
 segments, in the order of a call
@@ -61,19 +70,22 @@ segments, in the order of a call
    80 graph  3 kernels   layers.39
 
 cuts
-  40 times mark: shown::attention (attention_default, FILE:LINE, and 39 more)""")
+  40 times mark: shown::attention (attention_default, FILE:LINE, and 39 more)""",
+    )
 
 
 def test_bridge_written_argument_and_numbers():
-    assert_expected_inline(shown(mixed()), """\
+    assert_expected_inline(
+        shown(mixed()),
+        """\
 graph_N on cpu: 5 of 6 kernels recorded, in 2 segments; 1 eager
 
 segments, in the order of a call
     0 graph  4 kernels
-          | 32*sN bytes: mul f32[sN, 8]
+          | 32*sNN bytes: mul f32[sNN, 8]
     1 eager  1 kernel
              mark: shown::route (y, FILE:LINE)
-          | 32*sN bytes: y f32[sN, 8]
+          | 32*sNN bytes: y f32[sNN, 8]
     2 graph  1 kernel
 
 cuts
@@ -81,28 +93,32 @@ cuts
 
 slots: memory at a fixed address
   l_total_ f32[]    4 bytes       copied in, and back after segment 0
-  l_x_ f32[sN, 8]  32*sN bytes  copied in
-  y f32[sN, 8]     32*sN bytes  copied once its eager segment made it
+  l_x_ f32[sNN, 8]  32*sNN bytes  copied in
+  y f32[sNN, 8]     32*sNN bytes  copied once its eager segment made it
   1 static tensor, 4 bytes: recorded where they are, never copied
   A caller's tensor that stays where it is needs no slot:
       torch._dynamo.mark_static_address(tensor)
 
 numbers
-  sN  l_x_.shape[0], given as argument sN  each value records a program
+  sNN                 l_x_.shape[0], given as argument sNN  each value records a program
+  item from l_scale_  float32                               follows the call
+  Any other number is a constant of the graph: Dynamo compares it at each call.
 
 outputs
-  add f32[sN, 8]  the caller's own copy  32*sN bytes
-  sN              follows from the key
+  add f32[sNN, 8]  the caller's own copy  32*sNN bytes
+  sNN              follows from the key
 
-Not probed: marks, schemas and fake tensors say this. An operation that reads the host and
-does not say so is found by the first real call, which adds a cut for it; explain(compiled)
-after that call shows it.
-""")
+Probed: the first call looked for operations that read the host and do not say so; what it
+found is a cut above. What they would do with other values was not tried.
+""",
+    )
 
 
 def test_cut_found_by_the_probe_says_what_to_mark():
     text = called(Untagged(), (torch.ones(3),), (torch.ones(3),))
-    assert_expected_inline(shown(text), """\
+    assert_expected_inline(
+        shown(text),
+        """\
 graph_N on cpu: 2 of 3 kernels recorded, in 2 segments; 1 eager
 
 segments, in the order of a call
@@ -123,16 +139,22 @@ slots: memory at a fixed address
   A caller's tensor that stays where it is needs no slot:
       torch._dynamo.mark_static_address(tensor)
 
+numbers
+  Any other number is a constant of the graph: Dynamo compares it at each call.
+
 outputs
   add_1 f32[3]  the caller's own copy  12 bytes
 
 Probed: the first call looked for operations that read the host and do not say so; what it
 found is a cut above. What they would do with other values was not tried.
-""")
+""",
+    )
 
 
 def test_what_it_says_to_mark_is_then_a_mark():
-    (call,) = re.findall(r"torch_bcg\.eager_on_graph\(.*\)", str(called(Untagged(), (torch.ones(3),))))
+    (call,) = re.findall(
+        r"torch_bcg\.eager_on_graph\(.*\)", str(called(Untagged(), (torch.ones(3),)))
+    )
     torch._dynamo.reset()
     handle = eval(call, {"torch_bcg": torch_bcg})
     try:
@@ -148,9 +170,13 @@ def test_line_of_the_user_for_a_cut():
 
 
 def test_no_graph():
-    assert_expected_inline(explanation([], False), """\
-No graph was planned: nothing was compiled and called, or nothing is recorded.
-""")
+    assert_expected_inline(
+        explanation([], False),
+        """\
+No graph was planned: nothing was compiled and called yet, or all calls needed gradients
+(call under torch.inference_mode()).
+""",
+    )
 
 
 def test_two_graphs():
@@ -159,8 +185,9 @@ def test_two_graphs():
         torch._dynamo.graph_break()
         return y * 2
 
-    text = shown(explained(torch.nn.Identity().eval(), torch.ones(2)))
     with torch.inference_mode():
-        text = str(torch_bcg.explain.explain(f)(torch.ones(2)))
-    assert text.startswith("2 graphs, in the order in which Dynamo made them.\n\ngraph_0 on cpu: 1 of 1")
+        text = str(explain(f)(torch.ones(2)))
+    assert text.startswith(
+        "2 graphs, in the order in which Dynamo made them.\n\ngraph_0 on cpu: 1 of 1"
+    )
     assert "\n\ngraph_1 on cpu: 1 of 1" in text

@@ -11,17 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
+
 from torch_bcg.graph.values import TensorSpec, Value
-
-_BITS = {"bool": 8, "uint1": 8, "complex32": 32}
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element, from the name of a dtype of torch."""
-    if dtype in _BITS:
-        return _BITS[dtype] // 8
-    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
-    return max(int(digits) // 8, 1) if digits else 1
 
 
 class Amount(Counter[tuple[str, ...]]):
@@ -47,7 +39,7 @@ def bytes_of(values: Iterable[Value]) -> Amount:
 
 
 def _product(spec: TensorSpec) -> Amount:
-    numbers, names = [itemsize(spec.dtype)], []
+    numbers, names = [getattr(torch, spec.dtype).itemsize], []
     for size, stride in zip(spec.size, spec.stride or ("1",) * len(spec.size), strict=True):
         if stride == "0":
             continue  # an expanded dim holds no memory of its own

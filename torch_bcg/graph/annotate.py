@@ -1,6 +1,7 @@
 """What only readers of a plan want to know, added to it: no program depends on it.
 
-Which values stand behind the views a segment takes, and what to write to mark what was cut.
+Which values stand behind the views a segment takes, which arguments behind a number, and what to
+write to mark what was cut.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ _MARKABLE = (
 
 
 def annotated(plan: Plan, lowering: Lowering) -> Plan:
-    """``plan`` with `Segment.reads` and `Reason.target`; annotating again changes nothing."""
+    """``plan`` with `Segment.reads`, `NumberSlot.given`, `Reason.target`; again changes nothing."""
     values = {v.name: v for v in plan.values}
     segments = tuple(_segment(s, values, lowering) for s in plan.segments)
-    return dataclasses.replace(plan, segments=segments)
+    numbers = tuple(
+        dataclasses.replace(n, given=tuple(dict.fromkeys(_arguments(n.source, lowering))))
+        for n in plan.number_slots
+    )
+    return dataclasses.replace(plan, segments=segments, number_slots=numbers)
 
 
 def _segment(segment: Segment, values: Mapping[str, Value], lowering: Lowering) -> Segment:
@@ -53,6 +58,14 @@ def _sources(name: str, values: Mapping[str, Value], lowering: Lowering) -> Iter
     elif name in lowering.floats:
         for p in lowering.nodes[name].all_input_nodes:
             yield from _sources(p.name, values, lowering)
+
+
+def _arguments(name: str, lowering: Lowering) -> Iterator[str]:
+    node = lowering.nodes[name]
+    if node.op == "placeholder":
+        yield name
+    for p in node.all_input_nodes:
+        yield from _arguments(p.name, lowering)
 
 
 def target_of(reason: Reason, lowering: Lowering) -> str:

@@ -120,6 +120,7 @@ class _Dispatched(TorchDispatchMode):
     operators: list[torch._ops.OpOverload] = field(default_factory=list)
     kernels: int = 0
     masked: bool = False
+    sent: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +147,9 @@ class _Dispatched(TorchDispatchMode):
         if schema.name in _INDEX_PUT and any(i.dtype in _MASKS for i in _tensors(args[1])):
             self.masked = True
         self.kernels += 1
-        self.reads += _tensors((args, kwargs))
+        taken = _tensors((args, kwargs))
+        self.sent = self.sent or _sends(schema.name, taken, _tensors(out))
+        self.reads += taken
         self.writes += _tensors(written)
         return out
 
@@ -158,6 +161,19 @@ def _tensors(tree: object) -> list[torch.Tensor]:
         for x in tree_leaves(tree)
         if isinstance(x, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     ]
+
+
+def _sends(operator: str, taken: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    """Whether an operator moves data between host and device.
+
+    Recorded, it would read host memory that is gone at replay. A 0-dim CPU operand of a pointwise
+    kernel is not moved: its value goes along with the launch.
+    """
+    devices = {t.device.type for t in (*taken, *made)}
+    if len(devices) < 2:
+        return False
+    copies = operator in ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
+    return copies or any(t.device.type == "cpu" and t.dim() > 0 for t in taken)
 
 
 def fake_arguments(example_inputs: Sequence[object]) -> tuple[FakeTensorMode, list[object]]:
@@ -373,6 +389,8 @@ class _Pass:
                 return "host read", o.name().removesuffix(".default")
             if torch.Tag.cudagraph_unsafe in o.tags:
                 return "cudagraph_unsafe", o.name().removesuffix(".default")
+        if seen.sent:
+            return "CPU tensor", target_name(node)
         if seen.masked:
             return "host read", "index_put with a mask"
         if any(free_unbacked_symbols(n) for n in numbers) and seen.kernels:

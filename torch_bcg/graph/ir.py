@@ -124,7 +124,7 @@ class Plan:
             rows = [(s, self.read_at(s), "fixed in a program") for s, _, _ in self.symbols]
             lines += ["key: a program for each", *render.columns(rows), ""]
         if self.number_slots:
-            slots = [(s.source, s.dtype, f"read from {s.name}") for s in self.number_slots]
+            slots = [(str(s), s.dtype, f"read from {s.name}") for s in self.number_slots]
             lines += ["numbers that follow the call", *render.columns(slots), ""]
         lines += render.argument_lines(self.values, self.arguments)
         memory = render.memory_lines(self.values, self.arguments)

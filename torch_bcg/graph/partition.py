@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _SLOT_TARGETS = {
     torch.add, torch.sub, torch.mul, "add", "sub", "mul", "add_", "sub_", "mul_",
 }  # fmt: skip
 _SLOT_DTYPES = ("float32", "float64", "int64", "int32")
+_PACKAGE = str(Path(__file__).parents[1])
 _CONTROL_FLOW = ("cond", "while_loop", "scan", "map_impl", "associative_scan", "switch")
 
 
@@ -62,7 +64,8 @@ class Partition:
 
 def where(node: fx.Node) -> str:
     """``file:line`` of the innermost user frame that made the node, or ""."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    found = [f for f in frames if not f[0].startswith(_PACKAGE)]
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else ""
 
 
@@ -158,13 +161,16 @@ class _Sorter:
                     unit = -1
                 continue
             source = node.args[0] if node.target is operator.getitem else None
-            if isinstance(source, fx.Node) and source in place and _is_sequence(source, self.facts):
+            if isinstance(source, fx.Node) and source in place and not self.is_tensor(source):
                 items[place[source]][0].append(node)
                 place[node] = place[source]
             elif self.is_work(node, f):
                 place[node] = len(items)
                 items.append(([node], self.reasons(node, f)))
         return items
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        return self.facts.nodes[node.name].is_tensor
 
     def is_effect(self, node: fx.Node) -> bool:
         """A call for its effect on the host that nobody here knows how to repeat."""
@@ -224,7 +230,7 @@ class _Sorter:
             (on_host or synchronises)
             and bool(f.tensors)
             and not f.random
-            and f.cause is None
+            and (f.cause is None or f.cause[0] == "CPU tensor")
             and self.mark_of(node) is None
             and all(
                 p in self.fixed or (self.facts.nodes[p.name].kind == "number" and p not in self.live)
@@ -321,11 +327,6 @@ class _Sorter:
         return (f.kind == "number" or self.is_argument_read(number, f)) and all(
             self.known_before_the_call(p) for p in number.all_input_nodes
         )
-
-
-def _is_sequence(node: fx.Node, facts: Facts) -> bool:
-    f = facts.nodes[node.name]
-    return f.kind in ("kernel", "alloc", "object") or level_change(node) != 0
 
 
 def _tensor(facts: Facts, node: fx.Node) -> bool:

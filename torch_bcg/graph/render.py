@@ -18,7 +18,7 @@ from torch_bcg.graph.values import (
 WIDTH = 100
 _HOMES = {
     "static": "recorded where it is",
-    "slot": "copied in at each call",
+    "slot": "copied in",
     "reference": "passed on as it is",
     "number": "follows the call",
     "size": "of the key",
@@ -49,9 +49,7 @@ def argument_lines(values: Iterable[Value], arguments: Sequence[str]) -> list[st
 def memory_lines(values: Iterable[Value], arguments: Sequence[str]) -> list[str]:
     """Values that are no arguments and live outside the segment that makes them."""
     own = [
-        v
-        for v in values
-        if v.name not in arguments and not (v.home == "static" and not v.written)
+        v for v in values if v.name not in arguments and not (v.home == "static" and not v.written)
     ]
     return [f"values: {len(own)}", *columns([_row(v) for v in own])] if own else []
 
@@ -59,7 +57,7 @@ def memory_lines(values: Iterable[Value], arguments: Sequence[str]) -> list[str]
 def _row(v: Value) -> tuple[str, ...]:
     what = f"view of {v.base}" if v.home == "alias" else _HOMES[v.home]
     if v.home == "slot" and v.written:
-        what = "copied in at each call, and back where written"
+        what = "copied in, and back where written"
     if v.home == "size" and v.expr != v.name:
         what = f"{v.expr}, of the key"
     flag = "written" if v.written and v.home != "slot" else ""
@@ -84,7 +82,7 @@ def segment_lines(segment: Segment, flow: Flow, numbers: Sequence[NumberSlot]) -
     crossing = flow.crossing(segment.index)
     if crossing:
         names = [v.name for v in crossing]
-        lines += wrapped("to later", [f"{bytes_of(crossing)}: {names[0]}", *names[1:]])
+        lines += wrapped("crosses", [f"{bytes_of(crossing)}: {names[0]}", *names[1:]])
     return lines
 
 

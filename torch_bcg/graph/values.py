@@ -159,11 +159,16 @@ class NumberSlot:
         name: slot name.
         source: node whose number (or 0-dim CPU tensor) it carries.
         dtype: dtype in which the reading kernel would compute with the number.
+        given: arguments that the number follows from.
     """
 
     name: str
     source: str
     dtype: str
+    given: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.source} from {', '.join(self.given)}" if self.given else self.source
 
 
 @dataclass(frozen=True, slots=True)

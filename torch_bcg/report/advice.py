@@ -14,7 +14,7 @@ _ANNOTATE = (
 _ADVICE = {
     "CPU tensor": "To record it: keep that tensor on the device of the graph.",
     "several devices": "One device a graph is recorded: keep all operands on that.",
-    "number": "To record it: pass the number as a 0-dim tensor on the device of the graph.",
+    "number": "A number from the host follows the call; a 0-dim tensor instead can be recorded.",
     "few kernels": "min_segment_kernels asks for it; a lower one records it.",
     "no kernels": "Nothing is lost: it launches no kernel.",
     "overlapping memory": "To record it: make the operand contiguous first.",

@@ -1,8 +1,8 @@
 """Plans and what happened to them -> files, numbered in the order of the flow.
 
 ``<directory>/rank0/graph_0/`` holds the graph, its segments, the plan, the code of each segment,
-what was captured, counters, a page. Each file is written whole or not at all. Texts and code are the
-same on every run; figures are in JSON.
+what was captured, counters, a page. Each file is written whole or not at all. Texts and code are
+the same on every run; figures are in JSON.
 """
 
 from __future__ import annotations
@@ -75,6 +75,15 @@ class Dump:
         write(self.folder / "05_counters.json", stats().json() + "\n")
 
 
+def chosen(option: str | None) -> str | None:
+    """Where a graph that is compiled now is dumped, for all its plans; None: nowhere.
+
+    Args:
+        option: the option ``dump``; an enclosing `dump_to` comes before it.
+    """
+    return _directory.get() or option
+
+
 def planned(
     name: str,
     plan: Plan,
@@ -83,24 +92,23 @@ def planned(
     directory: str | None,
     probed: bool = False,
 ) -> Dump | None:
-    """Dumps a plan if anybody asked for it.
+    """Dumps a plan, again when it changed or was probed.
 
     Args:
         name: of the graph, and of its folder.
         plan: an annotated plan.
         gm: the graph it is the plan of.
         lowering: of that plan.
-        directory: of the option ``dump``; an enclosing `dump_to` comes before it.
+        directory: what `chosen` said when the graph was compiled.
         probed: whether the plan knows what the probe found.
 
     Returns:
         What takes note of captures, or None if nobody asked for a dump.
     """
-    chosen = _directory.get() or directory
-    if chosen is None:
+    if directory is None:
         return None
     segments = code.segments_code(plan, lowering)
-    folder = _rank_folder(chosen) / name
+    folder = _rank_folder(directory) / name
     dump(folder, plan, code.graph_code(gm), segments, probed)
     log.info("%s is dumped to %s", name, folder)
     return Dump(folder)

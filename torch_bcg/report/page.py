@@ -35,8 +35,7 @@ def page(plan: Plan, segments_code: Mapping[int, str]) -> str:
         *(_run(run, flow, segments_code) for run in folded(plan)),
         _outputs(plan),
         "<h2>The plan in full</h2>",
-        '<details class="full"><summary>as text</summary>'
-        f"<pre>{escape(plan.render())}</pre></details>",
+        _text(plan),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -44,6 +43,11 @@ def page(plan: Plan, segments_code: Mapping[int, str]) -> str:
         f"<title>{escape(plan.name)}</title><style>{STYLE}</style></head>\n"
         "<body><main>\n" + "\n".join(filter(None, body)) + "\n</main></body></html>\n"
     )
+
+
+def _text(plan: Plan) -> str:
+    text = escape(plan.render())
+    return f'<details class="full"><summary>as text</summary><pre>{text}</pre></details>'
 
 
 def _head(plan: Plan) -> str:
@@ -160,5 +164,5 @@ def _card(segment: Segment, flow: Flow, code: str) -> str:
     inside = f"<pre>{escape(nodes)}</pre>" + (f"<pre>{escape(code)}</pre>" if code else "")
     return (
         f'<details class="card {segment.kind}" id="segment-{segment.index}">'
-        f"<summary><div class=\"line\">{head}</div>{why}</summary>{inside}</details>"
+        f'<summary><div class="line">{head}</div>{why}</summary>{inside}</details>'
     )

@@ -12,6 +12,10 @@ from torch_bcg.graph.values import counted
 from torch_bcg.report.advice import Cause, causes
 from torch_bcg.report.fold import folded
 
+NO_GRAPH = (
+    "No graph was planned: nothing was compiled and called yet, or all calls needed gradients\n"
+    "(call under torch.inference_mode()).\n"
+)
 NOT_PROBED = (
     "Not probed: marks, schemas and fake tensors say this. An operation that reads the host and",
     "does not say so is found by the first real call, which adds a cut for it; explain(compiled)",
@@ -31,7 +35,7 @@ def explanation(plans: Sequence[Plan], probed: bool) -> str:
         probed: whether each graph ran once under the probe.
     """
     if not plans:
-        return "No graph was planned: nothing was compiled and called, or nothing is recorded.\n"
+        return NO_GRAPH
     parts = [explained(plan) for plan in plans]
     if len(plans) > 1:
         parts.insert(0, f"{len(plans)} graphs, in the order in which Dynamo made them.\n")
@@ -125,9 +129,10 @@ def _slot(v: Value, backs: dict[str, list[int]]) -> str:
 def numbers(plan: Plan) -> list[str]:
     """Numbers that specialise a program, and numbers that follow the call."""
     rows = [(s, plan.read_at(s), "each value records a program") for s, _, _ in plan.symbols]
-    rows += [(n.source, n.dtype, "follows the call") for n in plan.number_slots]
+    rows += [(str(n), n.dtype, "follows the call") for n in plan.number_slots]
     rows += [(v.name, "", "follows the call") for v in plan.values if v.home == "number"]
-    return ["numbers", *columns(rows)] if rows else []
+    rest = "  Any other number is a constant of the graph: Dynamo compares it at each call."
+    return ["numbers", *columns(rows), rest]
 
 
 def outputs(plan: Plan) -> list[str]:

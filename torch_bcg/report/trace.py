@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
+import torch._guards
 import torch._logging
 
 from torch_bcg.graph.ir import Plan
@@ -22,22 +24,30 @@ def log_plan(plan: Plan) -> None:
         log.debug("%s: %s", plan.name, segment)
 
 
-def trace_plan(plan: Plan, probed: bool = False) -> None:
-    """Sends the texts of a plan to ``TORCH_TRACE``, under the compile id of the frame if any.
+def compile_id() -> object:
+    """What is being compiled now, for a `trace_plan` after that; None outside of a compile."""
+    return torch._guards.CompileContext.current_compile_id()
+
+
+def trace_plan(plan: Plan, probed: bool = False, compiled: object = None) -> None:
+    """Sends the texts of a plan to ``TORCH_TRACE``.
 
     Args:
         plan: an annotated plan.
         probed: whether the plan knows what the probe found.
+        compiled: the `compile_id` it belongs to; None: of what is being compiled now.
     """
-    _artifact("bcg_plan", plan.render)
-    _artifact("bcg_segments", lambda: text.explanation([plan], probed))
-    _artifact("bcg_reasons", lambda: "\n".join(text.cuts(plan) or ["no cuts"]) + "\n")
+    _artifact("bcg_plan", plan.render, compiled)
+    _artifact("bcg_segments", lambda: text.explanation([plan], probed), compiled)
+    _artifact("bcg_reasons", lambda: "\n".join(text.cuts(plan) or ["no cuts"]) + "\n", compiled)
 
 
-def _artifact(name: str, payload: Callable[[], str]) -> None:
+def _artifact(name: str, payload: Callable[[], str], compiled: object) -> None:
     if _trace_structured is not None:
+        known = {} if compiled is None else {"compile_id": compiled}
         _trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": name, "encoding": "string"},
             payload_fn=payload,
+            **known,
         )

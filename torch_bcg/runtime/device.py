@@ -45,6 +45,9 @@ class Pool:
         """Bytes the allocator holds for this process."""
         return 0
 
+    def renew(self) -> None:
+        """Takes new memory, so that the old can be given back."""
+
 
 class CudaPool(Pool):
     """The pool of one CUDA device."""
@@ -52,16 +55,40 @@ class CudaPool(Pool):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.last: torch.cuda.Stream | None = None
+        # Nothing but captures runs on it, so cuBLAS allocates its workspace for it inside the pool:
+        # one from ordinary memory is lost when anybody clears them, as cudagraph trees do.
+        self.stream = torch.cuda.Stream(device)
         self.renew()
 
     def renew(self) -> None:
-        """Takes new memory and a new stream.
-
-        Nothing but captures runs on the stream, so cuBLAS allocates its workspace for it inside the
-        pool: a workspace from ordinary memory is lost when anybody clears them, as cudagraph trees do.
-        """
+        """Takes new memory; what recordings made so far need stays with them."""
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.device)
+        self.anchor: torch.cuda.CUDAGraph | None = None
+
+    def prepare(self) -> None:
+        """Holds the pool with a recording of almost nothing.
+
+        The allocator refuses a pool whose recordings have all gone while a block of it is in use.
+        """
+        if self.anchor is None:
+            self.anchor = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self.stream):
+                self.anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+                torch.empty(1, device=self.device).zero_()
+                self.anchor.capture_end()
+
+    def abandon(self) -> None:
+        """After a capture that failed: the allocator and the random generator as before it.
+
+        The allocator may still send memory to the pool, which makes `torch.cuda.empty_cache` fail,
+        and the generator may still think that it is captured, until a capture ends well.
+        """
+        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        if end is not None:
+            with contextlib.suppress(RuntimeError):
+                end(self.device.index or 0, self.handle)
+        self.renew()
+        self.prepare()
 
     def order(self) -> None:
         now = torch.cuda.current_stream(self.device)
@@ -95,6 +122,16 @@ class CudaPool(Pool):
 
 _POOLS: dict[str, Pool] = {}
 _POOLS_LOCK = threading.Lock()
+
+
+def renew_pools() -> None:
+    """Lets every pool go whose programs are gone."""
+    with _POOLS_LOCK:
+        pools = list(_POOLS.values())
+    for pool in pools:
+        with pool.lock:
+            if not pool.busy:
+                pool.renew()
 
 
 def pool_of(device: str) -> Pool:

@@ -77,36 +77,25 @@ class CudaRecorder:
         self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
     ) -> Recording:
         pool = self.pool
+        pool.prepare()
         graph = torch.cuda.CUDAGraph()
-        stream = pool.stream
-        with torch.cuda.stream(stream), modes.preserved():
+        with torch.cuda.stream(pool.stream), modes.preserved():
             # A weight somebody cast before would be read at an address nobody keeps.
             torch.set_autocast_cache_enabled(False)
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 outputs = interpret(code, operands)
             except BaseException:
-                self.abandon(graph)
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                pool.abandon()
                 raise
             try:
                 graph.capture_end()
             except RuntimeError:
-                self.abandon(graph)
+                pool.abandon()
                 raise
         return Recording(graph.replay, tuple(outputs), graph)
-
-    def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Leaves the allocator and the random generator as if nothing had been recorded."""
-        with contextlib.suppress(RuntimeError):
-            graph.capture_end()
-        # The allocator may still send this stream's memory to the pool, and the generator may
-        # still think that it is captured: other memory, another stream, one capture of nothing.
-        self.pool.renew()
-        with torch.cuda.stream(self.pool.stream):
-            empty = torch.cuda.CUDAGraph()
-            empty.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
-            torch.empty(1, device=self.pool.device).zero_()
-            empty.capture_end()
 
 
 def recorder_for(pool: Pool, unrecorded: bool) -> Recorder:
@@ -135,6 +124,7 @@ def wrong_output(name: str, segment: str, expected: Tensor, found: object) -> Ou
 _HOST_READS = (
     "tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__complex__",
 )  # fmt: skip
+_MOVES = ("to", "cuda", "copy_")  # a host read only if they cross between host and device
 _PATCHED = threading.RLock()
 
 
@@ -147,18 +137,28 @@ def host_reads(found: Callable[[str], None]) -> Iterator[None]:
     """
     here = threading.get_ident()
     with _PATCHED:
-        originals = {name: getattr(Tensor, name) for name in _HOST_READS if hasattr(Tensor, name)}
+        originals = {name: getattr(Tensor, name) for name in (*_HOST_READS, *_MOVES)}
         own = {name: Tensor.__dict__.get(name) for name in originals}
 
         def patched(name: str) -> Callable[..., Any]:
             original = originals[name]
 
             def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() == here and not torch.compiler.is_compiling():
-                    found(name)
+                read_here()
                 return original(self, *args, **kwargs)
 
-            return read
+            def move(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+                result = original(self, *args, **kwargs)
+                other = args[0] if name == "copy_" and args else result
+                if self.device.type != getattr(other, "device", self.device).type:
+                    read_here()
+                return result
+
+            def read_here() -> None:
+                if threading.get_ident() == here and not torch.compiler.is_compiling():
+                    found(name)
+
+            return move if name in _MOVES else read
 
         for name in originals:
             setattr(Tensor, name, patched(name))

@@ -21,11 +21,13 @@ _in_cpp: Callable[..., bool] | None = getattr(
 )
 
 
-def same_addresses(args: Sequence[Any], pointers: list[int], indices: list[int]) -> bool:
-    """Whether the tensors at ``indices`` of ``args`` lie at ``pointers``."""
+def same_addresses(
+    args: Sequence[Any], pointers: list[int | None], indices: list[int]
+) -> bool:
+    """Whether the tensors at ``indices`` of ``args`` lie at the ``pointers`` of the same indices."""
     if _in_cpp is not None and indices:
         return bool(_in_cpp(list(args), pointers, indices))
-    return [args[i].data_ptr() for i in indices] == pointers
+    return all(args[i].data_ptr() == pointers[i] for i in indices)
 
 
 @dataclass(slots=True)
@@ -37,7 +39,8 @@ class Statics:
         places: their places among the arguments.
         found_at: their addresses; of a wrapper subclass, those of its inner tensors.
         objects: weak references; a program dies with any of its tensors.
-        indices, pointers: places and addresses of the plain ones.
+        indices: places of the plain ones.
+        pointers: by place, the addresses of the plain ones.
         wrapped: (place, addresses of the inner tensors) of wrapper subclasses.
     """
 
@@ -46,7 +49,7 @@ class Statics:
     found_at: list[tuple[int, ...]]
     objects: list[weakref.ref[Tensor]]
     indices: list[int]
-    pointers: list[int]
+    pointers: list[int | None]
     wrapped: list[tuple[int, tuple[int, ...]]]
 
     def match(self, args: Sequence[Any]) -> bool:
@@ -126,7 +129,7 @@ def statics_of(plan: Plan, args: Sequence[Any]) -> Statics:
         found_at,
         [weakref.ref(args[place[n]]) for n in names],
         plain,
-        [args[i].data_ptr() for i in plain],
+        [x.data_ptr() if i in plain else None for i, x in enumerate(args)],
         [
             (place[v.name], at)
             for v, at in zip(values, found_at, strict=True)
