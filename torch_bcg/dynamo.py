@@ -42,7 +42,8 @@ from torch_bcg.graph.sizes import geometries
 from torch_bcg.options import Options
 from torch_bcg.report import files, trace
 from torch_bcg.runtime.capture import capture
-from torch_bcg.runtime.device import pool_of, renew_pools
+from torch_bcg.runtime.device import new_pool, pool_of, renew_pools
+from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.probe import probe
 from torch_bcg.runtime.program import Program
 
@@ -191,7 +192,9 @@ class CompiledGraph:
         self.marks = [marking.resolve(m) for m in options.mark]
         self.owner = type_of_self()
         self.warned: set[str] = set()
-        self.pool = pool_of(self.facts.device)
+        self.aliases = Aliases() if options.outputs == "alias" else None
+        # What is handed out uncopied must not be memory that another graph's replay uses.
+        self.pool = (new_pool if self.aliases is not None else pool_of)(self.facts.device)
         self.told: tuple[Plan, bool] | None = None
         self.dump_directory, self.compile_id = files.chosen(options.dump), trace.compile_id()
         self.found: dict[str, Reason] = {}
@@ -302,7 +305,7 @@ class CompiledGraph:
                 with self.pool.in_use():
                     program = capture(
                         self.plan, self.lowering, self.geometries(*key), key, args, self.pool,
-                        self.options.unrecorded,
+                        self.options.unrecorded, self.aliases,
                     )  # fmt: skip
             except CaptureError as error:
                 self.cut(error)
@@ -396,6 +399,8 @@ class CompiledGraph:
         for program in self.programs:
             program.free()
         self.programs.clear()
+        if self.aliases is not None:
+            self.aliases.expire()
 
     def reset(self) -> None:
         """Back to the state before the first call."""

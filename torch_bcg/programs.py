@@ -22,6 +22,8 @@ from torch_bcg.runtime.program import Program
 class ProgramHandle:
     """One program: its plan, and a way to call it past Dynamo and its guards.
 
+    A handle keeps the static tensors of its program alive.
+
     Attributes:
         plan: the plan it was recorded from.
         sizes: value of each symbol of the plan.
@@ -45,6 +47,9 @@ class ProgramHandle:
         for symbol, argument, dim in self.plan.symbols:
             if dim < 0:
                 self._full[self.plan.arguments.index(argument)] = self.sizes[symbol]
+        # Held, not looked up at each call: while there is a handle its program's tensors live.
+        for place, ref in zip(program.statics.places, program.statics.objects, strict=True):
+            self._full[place] = ref()
         self._expected = [program.geometry_of(a) for a in self.arguments]
 
     @property
@@ -71,9 +76,7 @@ class ProgramHandle:
             if expected is not None and (x.shape, x.stride(), x.dtype) != expected:
                 raise _unfit(name, str(expected), str((x.shape, x.stride(), x.dtype)))
             full[place] = x
-        for place, ref in zip(program.statics.places, program.statics.objects, strict=True):
-            full[place] = ref()
-        if program.dead or program.statics.dead() or not program.statics.match(full):
+        if program.dead or not program.statics.match(full):
             raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
         return self._graph.replay(program, full)
 

@@ -231,6 +231,7 @@ class _Pass:
         self.offsets: dict[int, tuple[Any, int]] = {}
         self.nodes: dict[str, NodeFacts] = {}
         self.unknown: set[fx.Node] = set()
+        self.first: dict[int, str] = {}  # id of a tensor -> the first node that is it
         self.whole: tuple[str, str, str] | None = None
         self.printer = PythonPrinter()
 
@@ -369,7 +370,7 @@ class _Pass:
             frozenset(str(s) for t in _tensors(value) for s in self.backed(t))
             | frozenset(str(s) for n in numbers for s in free_symbols(n)),
             self.expr(value) if not tensors and all(map(_is_number, leaves)) else "",
-            self.same_as(node, tensors, seen, bool(written)) if kind in ("kernel", "object", "view") else "",
+            self.same_as(node, tensors, seen, bool(written)) if kind not in ("mode", "output") else "",
             random,
             isinstance(value, torch.Tensor),
         )
@@ -444,17 +445,17 @@ class _Pass:
     def same_as(
         self, node: fx.Node, tensors: tuple[TensorFact, ...], seen: _Dispatched, written: bool
     ) -> str:
-        """The argument that comes back: the result of an in-place operation, a copy not needed."""
+        """The earlier node whose tensor comes back: in-place operations, copies not needed."""
         value = self.env[node]
-        if len(tensors) == 1 and isinstance(value, torch.Tensor):
-            for p in node.all_input_nodes:
-                given = self.env[p]
-                # Fakes return themselves from some views; where a view was dispatched it is new.
-                again = (value is given and not seen.operators) or (
-                    written and self.nodes[p.name].tensors == tensors
-                )
-                if isinstance(given, torch.Tensor) and again:
-                    return self.nodes[p.name].same_as or p.name
+        if not isinstance(value, torch.Tensor) or len(tensors) != 1:
+            return ""
+        first = self.first.setdefault(id(value), node.name)
+        # Fakes return themselves from some views; where a view was dispatched it is a new tensor.
+        if first != node.name and not seen.operators:
+            return first
+        for p in node.all_input_nodes if written else ():
+            if isinstance(self.env[p], torch.Tensor) and self.nodes[p.name].tensors == tensors:
+                return self.nodes[p.name].same_as or p.name
         return ""
 
     def expr(self, x: Any) -> str:

@@ -34,6 +34,7 @@ def capture(
     args: Sequence[Any],
     pool: Pool,
     unrecorded: Callable[[int], bool],
+    aliases: memory.Aliases | None = None,
 ) -> Program:
     """Builds the program of one key and one set of static tensors.
 
@@ -45,12 +46,13 @@ def capture(
         args: arguments of a call; static tensors are bound, others only looked at.
         pool: of the plan's device.
         unrecorded: segments, by index, to run unrecorded from the same slots.
+        aliases: hands out program memory itself as outputs; None: copies.
 
     Raises:
         CaptureError: a segment cannot be recorded; its ``node`` is the one that failed.
     """
     with torch.inference_mode(False), torch.no_grad(), no_collection():
-        return _Builder(plan, lowering, geometries, key, args, pool, unrecorded).build()
+        return _Builder(plan, lowering, geometries, key, args, pool, unrecorded, aliases).build()
 
 
 class _Builder:
@@ -63,7 +65,9 @@ class _Builder:
         args: Sequence[Any],
         pool: Pool,
         unrecorded: Callable[[int], bool],
+        aliases: memory.Aliases | None,
     ) -> None:
+        self.aliases = aliases
         self.plan, self.lowering, self.geometries = plan, lowering, geometries
         self.key, self.pool, self.unrecorded = key, pool, unrecorded
         self.given = args
@@ -83,6 +87,8 @@ class _Builder:
 
     def build(self) -> Program:
         before = self.pool.reserved()
+        if self.aliases is not None:
+            self.steps.append(self.aliases.expire)
         self.bind_arguments()
         self.bind_memory()
         self.copy_in()
@@ -279,9 +285,10 @@ class _Builder:
                 self.steps.append(self.view_out(cell, o))
             else:
                 remade.append((o.base if o.name == o.base else o.name, cell))
-        for make, parts in memory.clones(cloned):
-            self.steps.append(steps.clone_out(self.cells, make, parts))
-            self.copied += sum(cloned[c].numel() * cloned[c].itemsize for c, _ in parts)
+        for make, parts in memory.out_of(cloned, self.aliases and self.aliases.take):
+            self.steps.append(steps.hand_out(self.cells, make, parts))
+            if self.aliases is None:
+                self.copied += sum(cloned[c].numel() * cloned[c].itemsize for c, _ in parts)
         if remade:
             self.remake_outputs(remade)
         if len(where) == 1:

@@ -138,9 +138,14 @@ def pool_of(device: str) -> Pool:
     """The pool of a device, e.g. ``cpu`` or ``cuda:0``."""
     with _POOLS_LOCK:
         if device not in _POOLS:
-            kind = torch.device(device)
-            _POOLS[device] = CudaPool(kind) if kind.type == "cuda" else Pool(kind)
+            _POOLS[device] = new_pool(device)
         return _POOLS[device]
+
+
+def new_pool(device: str) -> Pool:
+    """A pool that shares no memory with any other."""
+    kind = torch.device(device)
+    return CudaPool(kind) if kind.type == "cuda" else Pool(kind)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -97,13 +99,17 @@ def expanded_dims(t: Tensor) -> list[int]:
     return [d for d, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if s == 0 and n > 1]
 
 
-def clones(
-    tensors: Mapping[int, Tensor],
-) -> list[tuple[Callable[[], Tensor], tuple[tuple[int, Callable[[Tensor], Tensor]], ...]]]:
-    """How to copy tensors out of program memory, one copy a storage, with strides kept.
+Part = tuple[int, Callable[[Tensor], Tensor]]
+
+
+def out_of(
+    tensors: Mapping[int, Tensor], take: Callable[[Tensor], Tensor] | None = None
+) -> list[tuple[Callable[[], Tensor], tuple[Part, ...]]]:
+    """How to hand out tensors of program memory, one storage at a time, with strides kept.
 
     Args:
-        tensors: by any number, what is to be copied.
+        tensors: by any number, what is handed out.
+        take: makes of a tensor over a whole storage what is handed out of it; None: a copy.
 
     Returns:
         For each storage: what makes the copy, and what makes each tensor from the copy.
@@ -111,17 +117,17 @@ def clones(
     groups: dict[int, list[int]] = {}
     for i, t in tensors.items():
         groups.setdefault(t.untyped_storage().data_ptr() or -1 - i, []).append(i)
-    plans = []
+    plans: list[tuple[Callable[[], Tensor], tuple[Part, ...]]] = []
     for members in groups.values():
         first = tensors[members[0]]
-        if len(members) == 1 and _dense(first):
+        if take is None and len(members) == 1 and _dense(first):
             plans.append((first.clone, ((members[0], _itself),)))
             continue
         low = min(first_byte(tensors[i]) for i in members)
         high = max(first_byte(tensors[i]) + extent(tensors[i]) for i in members)
         flat = over(first.untyped_storage(), torch.uint8, low, ((high - low,), (1,), 0))
         parts = tuple((i, _part(tensors[i], low)) for i in members)
-        plans.append((flat.clone, parts))
+        plans.append((flat.clone if take is None else functools.partial(take, flat), parts))
     return plans
 
 
@@ -153,3 +159,37 @@ def _dense(t: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+class Aliases:
+    """Outputs that are program memory itself, each until the next replay of its graph.
+
+    Every call hands out a storage object of its own over the same memory. On CUDA the one of an
+    earlier call then raises when it is read; builds without CUDA cannot make a storage raise.
+    """
+
+    def __init__(self) -> None:
+        self.out: list[weakref.ref[Tensor]] = []
+
+    def take(self, flat: Tensor) -> Tensor:
+        """A tensor over the memory of ``flat`` that `expire` can end."""
+        fresh = getattr(torch._C, "_construct_storage_from_data_pointer")
+        storage = fresh(flat.data_ptr(), flat.device, flat.numel())
+        taken = over(storage, torch.uint8, 0, ((flat.numel(),), (1,), 0))
+        self.out.append(weakref.ref(taken))
+        return taken
+
+    def expire(self) -> None:
+        """Ends what was handed out."""
+        end = getattr(torch._C, "_set_storage_access_error_msg", None)
+        for ref in self.out:
+            taken = ref()
+            if taken is not None and end is not None and taken.is_cuda:
+                end(taken, _STALE)
+        self.out.clear()
+
+
+_STALE = (
+    "This output of a compiled function was overwritten by a later call: outputs='alias' hands out "
+    "program memory, valid until the next replay of the graph. Clone it, or use outputs='clone'."
+)

@@ -26,7 +26,8 @@ def same_addresses(
 ) -> bool:
     """Whether the tensors at ``indices`` of ``args`` lie at the ``pointers`` of the same indices."""
     if _in_cpp is not None and indices:
-        return bool(_in_cpp(list(args), pointers, indices))
+        given = args if isinstance(args, list) else list(args)
+        return bool(_in_cpp(given, pointers, indices))
     return all(args[i].data_ptr() == pointers[i] for i in indices)
 
 

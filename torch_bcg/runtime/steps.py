@@ -123,12 +123,12 @@ def with_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def clone_out(
+def hand_out(
     cells: Cells,
     make: Callable[[], Tensor],
     parts: Sequence[tuple[int, Callable[[Tensor], Tensor]]],
 ) -> Step:
-    """Copies one storage of outputs out of program memory; ``parts``: (cell, tensor from copy)."""
+    """Hands one storage of outputs out of program memory; ``parts``: (cell, tensor from copy)."""
 
     def step() -> None:
         copy = make()

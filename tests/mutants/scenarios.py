@@ -1,0 +1,425 @@
+"""Small calls that a mutant must spoil: each raises where the call contract is broken."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_bcg
+from torch_bcg.errors import BCGWarning
+from twin import add_one_to, assert_same, check, counted, double_into, plus_one
+
+QUIET = {"on_eager_call": "count"}
+
+
+def rows(device, *shape, **kwargs):
+    return torch.randn(*(shape or (4, 6)), device=device, **kwargs)
+
+
+class Block(nn.Module):
+    """Linear, a mark, and a buffer that counts calls."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, device=device)
+        self.register_buffer("counter", torch.zeros((), device=device))
+
+    def forward(self, x):
+        self.counter += 1
+        return plus_one(self.linear(x)) * self.counter
+
+
+class Fragile:
+    """A marked function that raises while it is armed."""
+
+    def __init__(self):
+        self.armed = False
+
+        @torch_bcg.eager_on_graph(fake=torch.empty_like)
+        def fragile(x: Tensor) -> Tensor:
+            if self.armed:
+                raise ValueError("on demand")
+            return x + 1
+
+        self.call = fragile
+
+
+def plain(device):
+    """Inputs that change, an eager value read by a recorded segment, an output."""
+    check(lambda x, y: plus_one(x * 2) * y, lambda i: (rows(device), rows(device)))
+
+
+def eager_values(device):
+    """Values of an eager segment that are returned, or go to another eager segment."""
+
+    def fn(x):
+        y = plus_one(x * 2)
+        z = y * 3
+        return plus_one(y), plus_one(z)
+
+    check(fn, lambda i: (rows(device),))
+
+
+def module(device):
+    check(Block(device), lambda i: (rows(device),))
+
+
+def instances(device):
+    """Three instances of one class share a graph, not a program."""
+    blocks, twins = ([Block(device) for _ in range(3)] for _ in range(2))
+    for block, twin in zip(blocks, twins, strict=True):
+        twin.load_state_dict(block.state_dict())
+    compiled = torch.compile(lambda block, x: block(x), backend="bcg")
+    with torch.no_grad(), counted() as counts:
+        for _ in range(3):
+            for block, twin in zip(blocks, twins, strict=True):
+                x = rows(device)
+                assert_same(compiled(block, x), twin(x))
+                assert_same(block.counter, twin.counter)
+    assert (counts.captures, counts.replays) == (3, 6)
+
+
+def replaced_parameter(device):
+    block, twin = Block(device), Block(device)
+    twin.load_state_dict(block.state_dict())
+    compiled = torch.compile(block, backend="bcg")
+    with torch.no_grad():
+        for i in range(6):
+            x = rows(device)
+            if i == 3:
+                new = rows(device, 6, 6)
+                block.linear.weight.data, twin.linear.weight.data = new, new.clone()
+                with pytest.warns(BCGWarning, match="weight"):
+                    got = compiled(x)
+            else:
+                got = compiled(x)
+            assert_same(got, twin(x))
+
+
+def dead_module(device):
+    """A program goes with the tensors it was recorded with."""
+    blocks = [Block(device) for _ in range(3)]
+    compiled = torch.compile(lambda block, x: block(x), backend="bcg")
+    with torch.no_grad():
+        for block in blocks * 2:
+            compiled(block, rows(device))
+    assert len(torch_bcg.programs(compiled)) == 3
+    del block, blocks[0]
+    gc.collect()
+    assert len(torch_bcg.programs(compiled)) == 2
+
+
+def reset(device):
+    before = torch_bcg.stats().pool_bytes
+    check(lambda x: plus_one(x * 2) * 3, lambda i: (rows(device),))
+    assert torch_bcg.stats().pool_bytes > before
+    torch_bcg.reset()
+    assert torch_bcg.stats().pool_bytes == before
+
+
+def written_input(device):
+    def fn(x, cache):
+        cache.add_(x)
+        return plus_one(cache) * 2
+
+    check(fn, lambda i: (rows(device), rows(device)))
+
+
+def written_in_turn(device):
+    def fn(x, cache):
+        cache.mul_(2)
+        add_one_to(cache)
+        y = cache * x
+        add_one_to(cache)
+        return y + cache
+
+    check(fn, lambda i: (rows(device), rows(device)))
+
+
+def ambient_read(device):
+    """A marked function reads, from outside the graph, what a recorded segment wrote."""
+    cache = torch.zeros(4, 6, device=device)
+
+    @torch_bcg.eager_on_graph(fake=torch.empty_like)
+    def plus_cache(x: Tensor) -> Tensor:
+        return x + cache
+
+    def fn(x, written):
+        written.add_(x)
+        return plus_cache(x) * 2
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad(), counted() as counts:
+        for _ in range(4):
+            x, before = rows(device), cache.clone()
+            assert_same(compiled(x, cache), (x + (before + x)) * 2)
+    assert counts.replays == 3
+
+
+def exception_after_a_write(device):
+    """The caller's tensor is what eager leaves behind, and the next calls are replays."""
+    fragile = Fragile()
+
+    def fn(x, cache):
+        cache.add_(x)
+        y = fragile.call(x)
+        cache.mul_(2)
+        return y + cache
+
+    compiled = torch.compile(fn, backend="bcg")
+    got, want = (torch.zeros(4, 6, device=device) for _ in range(2))
+    with torch.no_grad(), counted() as counts:
+        for i in range(6):
+            x = rows(device)
+            fragile.armed = i == 3
+            if fragile.armed:
+                with pytest.raises(ValueError, match="on demand"):
+                    fn(x, want)
+                with pytest.raises((ValueError, AssertionError), match="on demand"):
+                    compiled(x, got)
+            else:
+                assert_same(compiled(x, got), fn(x, want))
+            assert_same(got, want)
+    assert counts.replays >= 4
+
+
+def overlapping_views(device):
+    def fn(x, y):
+        x.mul_(2)
+        z = plus_one(y) * 2
+        y.add_(1)
+        return z + x
+
+    def make(i):
+        buffer = rows(device, 12, 6)
+        return buffer[:4], buffer[2:6] if i % 2 else buffer[4:8]
+
+    check(fn, make, calls=6, replays=range(2, 6), eager_calls=None, options=QUIET)
+
+
+def warned_once(device):
+    """A call that is not replayed is said once, with its reason, and counted each time."""
+
+    def fn(x, y):
+        x.mul_(2)
+        return plus_one(y) * x
+
+    def make(i):
+        buffer = rows(device, 12, 6)
+        return buffer[:4], buffer[2:6] if i > 1 else buffer[4:8]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(fn, make, replays=1, eager_calls=2)
+    assert [w.category for w in caught if "overlapping" in str(w.message)] == [BCGWarning]
+
+
+def view_of_an_input(device):
+    def fn(x):
+        x.add_(1)
+        return x[1:3], plus_one(x), x
+
+    check(fn, lambda i: (rows(device),))
+
+
+def outputs_that_share(device):
+    def fn(x):
+        y = plus_one(x) * 2
+        return y, y[1:], y.t(), x * 3
+
+    check(fn, lambda i: (rows(device),))
+
+
+def passed_by_reference(device):
+    """What only eager operations touch is the caller's own tensor, and is let go of."""
+    seen = []
+
+    @torch_bcg.eager_on_graph(fake=lambda x, big: torch.empty_like(x))
+    def look(x: Tensor, big: Tensor) -> Tensor:
+        seen.append(big.data_ptr())
+        return x + big[0, :6]
+
+    compiled = torch.compile(lambda x, big: look(x * 2, big[1:]) * 3, backend="bcg")
+    with torch.no_grad(), counted() as counts:
+        for _ in range(4):
+            x, big = rows(device), rows(device, 50, 60)
+            assert_same(compiled(x, big), (x * 2 + big[1, :6]) * 3)
+            assert seen[-1] == big[1:].data_ptr()
+            held = weakref.ref(big)
+            del big
+            assert held() is None
+    assert counts.replays == 3
+
+
+def changing_number(device):
+    check(
+        lambda x, n: (plus_one(x) * n, n + 1),
+        lambda i: (rows(device), (7, 3, 11, 5)[i]),
+        dynamic=True,
+    )
+
+
+def size_from_a_number(device):
+    def fn(x, n):
+        return plus_one(x) + torch.arange(n, device=x.device).sum()
+
+    sizes = (4, 4, 5, 5, 5, 4)  # probe, replay, warming twice, then replays of both
+    check(fn, lambda i: (rows(device), sizes[i]), calls=6, replays=3, dynamic=True)
+
+
+def changing_shape(device):
+    check(
+        lambda x: plus_one(x * 2) * x.shape[0],
+        lambda i: (rows(device, (4, 5)[i // 2 % 2], 6),),
+        calls=8,
+        replays=5,
+        dynamic=True,
+    )
+
+
+def autocast(device):
+    def fn(x, w):
+        y = x @ w
+        with torch.autocast(device, dtype=torch.bfloat16):
+            z = plus_one(y @ w)
+            u = z @ w
+        return u.float() @ w
+
+    check(fn, lambda i: (rows(device, 6, 6), rows(device, 6, 6)))
+
+
+def exception_inside_autocast(device):
+    fragile = Fragile()
+
+    def fn(x, w):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return fragile.call(x @ w) @ w
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad():
+        for i in range(4):
+            fragile.armed = i == 2
+            try:
+                compiled(rows(device, 6, 6), rows(device, 6, 6))
+            except ValueError:
+                assert fragile.armed
+            assert not torch.is_autocast_enabled(device)
+
+
+def no_grad_and_inference_mode(device):
+    def fn(x):
+        return plus_one(x * 2) * 3
+
+    compiled = torch.compile(fn, backend="bcg")
+    for i in range(6):
+        with torch.inference_mode() if i % 2 == 0 else torch.no_grad():
+            x = rows(device)
+            assert_same(compiled(x), fn(x))
+
+
+def dropout(device):
+    compiled = torch.compile(lambda x: F.dropout(plus_one(x), 0.5) * 1, backend="bcg")
+    x = torch.ones(30, 40, device=device)
+    with torch.no_grad(), counted() as counts:
+        drawn = [compiled(x) for _ in range(4)]
+    assert counts.replays == 3
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def side_effects(device):
+    """The first call is a real one, and every side effect happens once a call."""
+    log = []
+
+    @torch_bcg.eager_on_graph(fake=torch.empty_like)
+    def note(x: Tensor) -> Tensor:
+        log.append(1)
+        return x + 1
+
+    def fn(x, counter):
+        counter += 1
+        return note(x) * counter
+
+    compiled = torch.compile(fn, backend="bcg")
+    counter = torch.zeros((), device=device)
+    with torch.no_grad():
+        for i in range(1, 5):
+            x = rows(device)
+            assert_same(compiled(x, counter), (x + 1) * i)
+            assert (len(log), counter.item()) == (i, i)
+
+
+def re_entry(device):
+    depth = []
+
+    @torch_bcg.eager_on_graph(fake=torch.empty_like)
+    def again(x: Tensor) -> Tensor:
+        if depth:
+            return x + 100
+        depth.append(1)
+        y = compiled(x * 2)
+        depth.pop()
+        return y + x
+
+    def fn(x):
+        y = x + 1
+        return again(y) * 3 + y
+
+    def want(x, inner=False):
+        y = x + 1
+        return (y + 100 if inner else want(y * 2, True) + y) * 3 + y
+
+    compiled = torch.compile(fn, backend="bcg", options=QUIET)
+    with torch.no_grad(), counted() as counts:
+        for _ in range(4):
+            x = rows(device)
+            assert_same(compiled(x), want(x))
+    assert (counts.replays, counts.num_eager) == (3, 4)
+
+
+def later_mark(device):
+    """A mark made after the first call takes effect at the next."""
+    compiled = torch.compile(lambda x: x.sin() * 2 + 1, backend="bcg")
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(rows(device))
+        handle = torch_bcg.eager_on_graph(torch.sin)
+        try:
+            x = rows(device)
+            assert_same(compiled(x), x.sin() * 2 + 1)
+        finally:
+            handle.remove()
+        (program,) = torch_bcg.programs(compiled)
+    assert [r.kind for r in program.plan.reasons] == ["mark"]
+
+
+def untagged_host_read(device):
+    """Nobody marked the operator that reads the host: the probe finds it."""
+    with torch.library._scoped_library("torch_bcg_mutants", "FRAGMENT") as library:
+        library.define("scale(Tensor x, Tensor counts) -> Tensor")
+        library.impl("scale", lambda x, c: x * sum(c.tolist()), "CompositeExplicitAutograd")
+        fake = torch.library.register_fake
+        fake("torch_bcg_mutants::scale", lambda x, c: torch.empty_like(x), lib=library)
+        scale = torch.ops.torch_bcg_mutants.scale
+
+        def make(i):
+            return rows(device), torch.randint(0, 9, (3,), device=device)
+
+        check(lambda x, counts: scale(x + 1, counts * 2).relu() + 1, make)
+
+
+def gradients(device):
+    def make(i):
+        return rows(device), rows(device, requires_grad=True)
+
+    fn = double_gradients
+    check(fn, make, replays=0, eager_calls=4, mode=torch.enable_grad, options=QUIET)
+
+
+def double_gradients(x, w):
+    out = torch.empty_like(x)
+    double_into(x, out)
+    return plus_one(out) * w
