@@ -484,6 +484,10 @@ def target_name(node: fx.Node) -> str:
     """What a node calls, as a person would write it."""
     if isinstance(node.target, str):
         return node.target
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return str(node.target._qualified_op_name)
+    if isinstance(node.target, torch._ops.OperatorBase):
+        return str(node.target.name()).removesuffix(".default")
     return str(getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", node.target))
 
 

@@ -7,6 +7,7 @@ write them.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -100,6 +101,8 @@ class _Builder:
                 self.run_eagerly(segment)
             self.copy_back(segment)
         result = self.outputs()
+        # A recording knows addresses and holds nothing: all it was bound to lives with the program.
+        self.owners.append(list(self.bound.values()))
         self.cells[:] = self.template
         return Program(
             self.plan, self.key, self.geometries, statics_of(self.plan, self.given), overlaps_of(self.plan, self.given),
@@ -241,6 +244,9 @@ class _Builder:
         forward = code.forward
         if modes.has_modes(code.graph):
             forward = steps.with_modes(forward)
+        elif not loads and not segment.outputs and (call := only_call(code, bound)) is not None:
+            self.steps.append(call)
+            return
         stores: list[tuple[int, int]] = []
         bridges: list[tuple[int, Tensor, str, str]] = []
         for i, n in enumerate(segment.outputs):
@@ -305,6 +311,17 @@ class _Builder:
         size, stride, offset = self.geometries[o.name]
         geometry = (size, stride, offset - self.geometries[o.base][2])
         return steps.view_out(self.cells, cell, self.cell_of(o.base), spec.dtype, geometry)
+
+
+def only_call(code: fx.GraphModule, bound: Sequence[Any]) -> steps.Step | None:
+    """The one call a segment makes, with its bound operands; None if it does anything else."""
+    placeholders = code.graph.find_nodes(op="placeholder")
+    inner = [n for n in code.graph.nodes if n.op not in ("placeholder", "output")]
+    if len(inner) != 1 or inner[0].op != "call_function":
+        return None
+    values = dict(zip(placeholders, bound, strict=True))
+    args, kwargs = fx.node.map_arg((inner[0].args, inner[0].kwargs), values.__getitem__)
+    return functools.partial(inner[0].target, *args, **kwargs)
 
 
 def capture_error(segment: GraphSegment, node: str, error: BaseException) -> CaptureError:

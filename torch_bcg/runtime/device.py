@@ -6,9 +6,13 @@ import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+
+
+# The handle of the current stream of a device, without an object for it: 0.1 instead of 4 us.
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Pool:
@@ -54,7 +58,9 @@ class CudaPool(Pool):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.index = self.device.index or 0
         self.last: torch.cuda.Stream | None = None
+        self.last_raw: int | None = None
         # Nothing but captures runs on it, so cuBLAS allocates its workspace for it inside the pool:
         # one from ordinary memory is lost when anybody clears them, as cudagraph trees do.
         self.stream = torch.cuda.Stream(device)
@@ -86,15 +92,18 @@ class CudaPool(Pool):
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
             with contextlib.suppress(RuntimeError):
-                end(self.device.index or 0, self.handle)
+                end(self.index, self.handle)
         self.renew()
         self.prepare()
 
     def order(self) -> None:
+        raw = _raw_stream(self.index) if _raw_stream is not None else None
+        if raw is not None and raw == self.last_raw:
+            return
         now = torch.cuda.current_stream(self.device)
         if self.last is not None and self.last != now:
             now.wait_stream(self.last)
-        self.last = now
+        self.last, self.last_raw = now, raw
 
     def capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())

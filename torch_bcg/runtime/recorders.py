@@ -9,7 +9,9 @@ recorder is one class and one row in `recorder_for`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from torch_bcg.errors import HostReadError, OutputError
+from torch_bcg.errors import CaptureError, HostReadError, OutputError
 from torch_bcg.graph import modes
 from torch_bcg.graph.lower import interpret
 from torch_bcg.runtime import memory
@@ -50,13 +52,18 @@ class HostRecorder:
         self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
     ) -> Recording:
         outputs = tuple(make() for make in allocate)
-        operands = tuple(operands)
+        # Held no more than a CUDA graph would: what is freed after recording shows here too.
+        bound = [weakref.ref(x) if isinstance(x, Tensor) else functools.partial(_same, x) for x in operands]
+        del operands
         names = [n.name for n in code.graph.output_node().args[0]]  # type: ignore[union-attr]
         forward = code.forward
         narrowed = [memory.once(t) for t in outputs]
         segment = type(code).__name__
 
         def replay() -> None:
+            operands = [ref() for ref in bound]
+            if any(x is None and isinstance(ref, weakref.ref) for ref, x in zip(bound, operands, strict=True)):
+                raise freed(segment, code, operands)
             with modes.preserved(), no_host_reads(segment):
                 results = forward(*operands)
             for name, made, once, result in zip(names, outputs, narrowed, results, strict=True):
@@ -96,6 +103,23 @@ class CudaRecorder:
                 pool.abandon()
                 raise
         return Recording(graph.replay, tuple(outputs), graph)
+
+
+def _same(x: object) -> object:
+    return x
+
+
+def freed(segment: str, code: fx.GraphModule, operands: Sequence[object]) -> CaptureError:
+    """The error for a recording whose memory is gone: a program must own what it was bound to."""
+    names = [n.name for n in code.graph.find_nodes(op="placeholder")]
+    gone = [n for n, x in zip(names, operands, strict=True) if x is None]
+    return CaptureError(
+        f"Memory that a recording reads was freed: {', '.join(gone)}.",
+        where=segment,
+        expected="memory that lives as long as the program",
+        found="memory that was given back",
+        fix="This is a fault in torch_bcg; please report it.",
+    )
 
 
 def recorder_for(pool: Pool, unrecorded: bool) -> Recorder:

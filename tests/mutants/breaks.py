@@ -1,0 +1,283 @@
+"""Mutants: each breaks one rule of the runtime through module attributes, and nothing else.
+
+A mutant takes pytest's ``monkeypatch``. One that no longer fits the code it patches raises
+something else than what a scenario raises, so it does not pass for killed.
+"""
+
+import contextlib
+import functools
+
+import torch
+from torch import Tensor
+
+import torch_bcg.dynamo
+import torch_bcg.marking
+from torch_bcg.dynamo import CompiledGraph
+from torch_bcg.graph import modes
+from torch_bcg.graph.plan import _Planner
+from torch_bcg.runtime import capture, memory, probe, steps
+from torch_bcg.runtime.device import Pool
+from torch_bcg.runtime.program import Program
+from torch_bcg.runtime.recorders import CudaRecorder, HostRecorder, Recording
+from torch_bcg.runtime.statics import Overlaps, Statics
+
+
+def replaced(owner, name, make):
+    """The mutant that puts ``make(original)`` in the place of ``owner.name``."""
+
+    def mutate(monkeypatch):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, make(original))
+
+    return mutate
+
+
+def nothing(*args, **kwargs):
+    return None
+
+
+def always(value):
+    return lambda original: lambda *args, **kwargs: value
+
+
+def no_step(original):
+    """Makes a step that does nothing."""
+    return always(nothing)(original)
+
+
+def first_time_only(original):
+    """Makes a step that works once a program."""
+
+    def make(*args):
+        step, done = original(*args), []
+
+        def once():
+            if not done:
+                done.append(step())
+
+        return once
+
+    return make
+
+
+def without_stores(original):
+    def eager(cells, forward, bound, loads, stores, bridges):
+        return original(cells, forward, bound, loads, (), bridges)
+
+    return eager
+
+
+def bridges_once(original):
+    def eager(cells, forward, bound, loads, stores, bridges):
+        todo = [original(cells, forward, bound, loads, stores, b) for b in ((), bridges)]
+        return lambda: todo.pop()() if len(todo) == 2 else todo[0]()
+
+    return eager
+
+
+def itself(t):
+    return t
+
+
+def program_memory(original):
+    """Outputs are the program's own memory."""
+    return lambda tensors, take: [(lambda t=t: t, ((i, itself),)) for i, t in tensors.items()]
+
+
+def a_clone_each(original):
+    """Outputs that share memory are copied apart."""
+    return lambda tensors, take: [(t.clone, ((i, itself),)) for i, t in tensors.items()]
+
+
+def views_of_slots(original):
+    """A returned view of an input is one of the slot the input was copied into."""
+
+    def view_out(builder, cell, output):
+        cells, view = builder.cells, builder.resolve(output.name)
+        return functools.partial(cells.__setitem__, cell, view)
+
+    return view_out
+
+
+def copies_back_at_the_end(monkeypatch):
+    copy_back, outputs = capture._Builder.copy_back, capture._Builder.outputs
+
+    def later(builder, segment):
+        builder.__dict__.setdefault("late", []).append(segment)
+
+    def and_then_outputs(builder):
+        for segment in builder.late:
+            copy_back(builder, segment)
+        return outputs(builder)
+
+    monkeypatch.setattr(capture._Builder, "copy_back", later)
+    monkeypatch.setattr(capture._Builder, "outputs", and_then_outputs)
+
+
+def values_stay(original):
+    """The arguments of a call are kept until the next."""
+
+    def replay(program, args):
+        try:
+            return original(program, args)
+        finally:
+            for cell, place in program.loads:
+                program.cells[cell] = args[place]
+
+    return replay
+
+
+def first_key(original):
+    """The sizes of the first call are taken for those of every call."""
+
+    def key_reader(plan):
+        read, first = original(plan), []
+
+        def key(args):
+            first[:] = first or [read(args)]
+            return first[0]
+
+        return key
+
+    return key_reader
+
+
+def twice(original):
+    def probed(*args):
+        original(*args)
+        return original(*args)
+
+    return probed
+
+
+@contextlib.contextmanager
+def no_context(*args):
+    yield []
+
+
+def never_left(original):
+    """An exception leaves the pool in use."""
+
+    @contextlib.contextmanager
+    def in_use(pool):
+        pool.busy = True
+        yield
+        pool.busy = False
+
+    return in_use
+
+
+def inference_slots(original):
+    def allocate(spec, geometry):
+        with torch.inference_mode():
+            return original(spec, geometry)
+
+    return allocate
+
+
+# Recorders.
+
+
+def recorders(change):
+    """The mutant in which both recorders return ``change(recording)``."""
+
+    def mutate(monkeypatch):
+        for recorder in (HostRecorder, CudaRecorder):
+            monkeypatch.setattr(recorder, "record", changed(recorder.record, change))
+
+    return mutate
+
+
+def changed(record, change):
+    return lambda recorder, *args: change(record(recorder, *args))
+
+
+def executed(recording):
+    """Recording runs the segment, as a warm-up would."""
+    recording.replay()
+    return recording
+
+
+def one_seed(recording):
+    def replay():
+        torch.manual_seed(0)
+        recording.replay()
+
+    return Recording(replay, recording.outputs, recording)
+
+
+def one_replay(recording):
+    done = []
+
+    def replay():
+        if not done:
+            done.append(recording.replay())
+
+    return Recording(replay, recording.outputs, recording)
+
+
+def fresh_operands(original):
+    """Runs the segment again, on copies of what it was given instead of at their addresses."""
+
+    def record(recorder, code, operands, allocate):
+        copies = [x.clone() if isinstance(x, Tensor) else x for x in operands]
+        return original(recorder, code, copies, allocate)
+
+    return record
+
+
+def fresh_outputs(original):
+    """Runs the segment again, and leaves its results where nobody looks."""
+
+    def record(recorder, code, operands, allocate):
+        recording = original(recorder, code, operands, allocate)
+        return Recording(recording.replay, tuple(o.clone() for o in recording.outputs))
+
+    return record
+
+
+MUTANTS = {
+    "never replays": replaced(CompiledGraph, "find", always(None)),
+    "address not in the key": replaced(Statics, "match", always(True)),
+    "moved tensors unseen": replaced(Statics, "moved", always([])),
+    "dead programs kept": replaced(CompiledGraph, "drop", always(None)),
+    "programs not freed": replaced(Program, "free", always(None)),
+    "inputs not copied in": replaced(steps, "copy_in", no_step),
+    "inputs copied in once": replaced(steps, "copy_in", first_time_only),
+    "writes not copied back": replaced(steps, "copy_back", no_step),
+    "writes copied back once": replaced(steps, "copy_back", first_time_only),
+    "writes copied back at the end": copies_back_at_the_end,
+    "overlap unseen": replaced(Overlaps, "found", always(None)),
+    "eager calls silent": replaced(torch_bcg.dynamo, "tell_eager_call", always(None)),
+    "outputs in program memory": replaced(memory, "out_of", program_memory),
+    "outputs cloned apart": replaced(memory, "out_of", a_clone_each),
+    "outputs cloned once": replaced(steps, "hand_out", first_time_only),
+    "views of slots returned": replaced(capture._Builder, "view_out", views_of_slots),
+    "arguments remade once": replaced(steps, "remake_out", first_time_only),
+    "eager values lost": replaced(steps, "eager", without_stores),
+    "eager segments run once": replaced(steps, "eager", first_time_only),
+    "bridges keep the first value": replaced(steps, "eager", bridges_once),
+    "views taken for reads": replaced(
+        _Planner, "touched_storages", lambda original: lambda self: frozenset(self.facts.origin)
+    ),
+    "cells not cleared": replaced(Program, "replay", values_stay),
+    "numbers filled once": replaced(steps, "fill_numbers", first_time_only),
+    "sizes not in the key": replaced(torch_bcg.dynamo, "key_reader", first_key),
+    "modes left behind": replaced(modes, "preserved", lambda original: no_context),
+    "modes not put in force": replaced(modes.ModeWriter, "change", always(None)),
+    "slots made in inference mode": replaced(memory, "allocate", inference_slots),
+    "one seed": recorders(one_seed),
+    "recorded segments replayed once": recorders(one_replay),
+    "recording executes": recorders(executed),
+    "probed twice": replaced(torch_bcg.dynamo, "probe", twice),
+    "re-entry unseen": replaced(Pool, "in_use", lambda original: no_context),
+    "in use after an exception": replaced(Pool, "in_use", never_left),
+    "later marks unseen": replaced(torch_bcg.marking, "generation", always(0)),
+    "gradients ignored": replaced(torch_bcg.dynamo, "needs_gradients", always(False)),
+}
+# Of the host recorder, and of how host reads are found without a device that reports them.
+HOST_MUTANTS = {
+    "runs on copies of its operands": replaced(HostRecorder, "record", fresh_operands),
+    "leaves results elsewhere": replaced(HostRecorder, "record", fresh_outputs),
+    "host reads unseen": replaced(probe, "host_reads", lambda original: no_context),
+}

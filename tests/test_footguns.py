@@ -1,0 +1,331 @@
+"""Every behaviour that surprises, one test a row: it shows what happens, and what to do instead.
+
+SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAISED: it is said.
+
+| what                                                             |              | test                          |
+|------------------------------------------------------------------|--------------|-------------------------------|
+| a marked function keeps a tensor: the next replay overwrites it  | SILENT       | test_kept_argument            |
+| a marked function writes, past its arguments, a caller's tensor  | SILENT       | test_ambient_write            |
+|   that recorded code reads too                                   |              |                               |
+| a marked function writes an argument not in mutates_args         | SILENT       | test_undeclared_write         |
+| Python inside a recorded custom operator: runs never again on a  | SILENT       | test_python_in_an_operator    |
+|   GPU, at each replay on the host                                |              |                               |
+| an operator reads the host for some values only                  | RAISED (CPU) | test_rare_host_read           |
+|                                                                  | SILENT (GPU) |                               |
+| outputs="alias": an output after the next call                   | SILENT (CPU) | test_alias_outputs            |
+|                                                                  | RAISED (GPU) |                               |
+| more shapes than recompile_limit: Dynamo runs the code as it is  | SILENT       | test_recompile_limit          |
+| a new shape is not replayed before its third call                | SILENT       | test_new_shapes               |
+| the fake of a marked function does not see autocast              | RAISED       | test_fake_under_autocast      |
+| the fake gives another shape than the function                   | RAISED       | test_wrong_fake               |
+| a parameter is replaced: recorded again                          | WARNED       | test_replaced_parameter       |
+| gradients are needed: nothing is recorded                        | WARNED       | test_gradients                |
+| more shapes than max_programs: eager calls                       | WARNED       | test_max_programs             |
+| arguments overlap and one is written: eager calls                | WARNED       | test_overlapping_arguments    |
+| a marked function calls the compiled function: that call is eager| WARNED       | test_re_entry                 |
+| mode=                                                            | RAISED       | test_mode                     |
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import torch_bcg
+from torch_bcg.errors import BCGWarning, HostReadError, OutputError, StaleOutputError
+from twin import assert_same, counted, plus_one
+
+
+def rows(device, *shape):
+    return torch.randn(*(shape or (4, 6)), device=device)
+
+
+def calls(compiled, device, times):
+    """Results of some calls under inference mode, each on new rows."""
+    with torch.inference_mode():
+        return [compiled(rows(device)) for _ in range(times)]
+
+
+def test_kept_argument(device):
+    kept, cloned = [], []
+
+    @torch_bcg.eager_on_graph(fake=torch.empty_like)
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        cloned.append(x.clone())  # the remedy
+        return x + 1
+
+    compiled = torch.compile(lambda x: keep(x * 2) + 1, backend="bcg")
+    calls(compiled, device, 4)
+    assert_same(kept[2], kept[3])
+    assert not torch.equal(cloned[2], cloned[3])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_ambient_write(device, static):
+    cache = torch.zeros(4, 6, device=device)
+    if static:
+        torch._dynamo.mark_static_address(cache)  # the remedy; so is passing it as an argument
+
+    @torch_bcg.eager_on_graph(fake=torch.empty_like)
+    def write_cache(x: Tensor) -> Tensor:
+        cache.add_(1)
+        return x + 1
+
+    def fn(x, cache):
+        y = write_cache(x * cache)
+        return y + cache
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.inference_mode(), counted() as counts:
+        for i in range(1, 5):
+            got = compiled(rows(device) * 0, cache)
+            assert_same(cache, torch.full_like(cache, i))  # the write itself is never lost
+    assert counts.replays == 3
+    # The recorded read after it sees the copy made before the call.
+    assert_same(got, torch.full_like(got, 5.0 if static else 4.0))
+
+
+def test_undeclared_write(device):
+    def write(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+    liar = torch_bcg.eager_on_graph(write, fake=torch.empty_like, name="footguns::liar")
+    compiled = torch.compile(lambda x, y: liar(x) + x * y, backend="bcg")
+    with torch.inference_mode(), counted() as counts:
+        for _ in range(4):
+            got, y = torch.zeros(4, 6, device=device), rows(device)
+            compiled(got, y)
+    assert counts.replays == 3
+    assert got.sum() == 0  # eager: 24
+
+    honest = torch_bcg.eager_on_graph(
+        write, fake=torch.empty_like, mutates_args=("x",), name="footguns::honest"
+    )
+    compiled = torch.compile(lambda x, y: honest(x) + x * y, backend="bcg")
+    with torch.inference_mode():
+        for _ in range(4):
+            got, y = torch.zeros(4, 6, device=device), rows(device)
+            compiled(got, y)
+    assert got.sum() == 24
+
+
+@pytest.fixture
+def times_setting():
+    """An operator nobody marked, whose Python reads a setting and counts its calls."""
+    state = {"setting": 2.0, "runs": 0, "reads": False}
+
+    def times(x):
+        state["runs"] += 1
+        if state["reads"]:
+            x.sum().item()
+        return x * state["setting"]
+
+    with torch.library._scoped_library("footguns_operators", "FRAGMENT") as library:
+        library.define("times_setting(Tensor x) -> Tensor")
+        library.impl("times_setting", times, "CompositeExplicitAutograd")
+        torch.library.register_fake(
+            "footguns_operators::times_setting", torch.empty_like, lib=library
+        )
+        yield torch.ops.footguns_operators.times_setting, state
+
+
+def test_python_in_an_operator(device, times_setting):
+    operator, state = times_setting
+    compiled = torch.compile(lambda x: operator(x + 1) - 1, backend="bcg")
+    calls(compiled, device, 2)
+    state.update(setting=3.0, runs=0)
+    x = torch.zeros(4, 6, device=device)
+    with torch.inference_mode(), counted() as counts:
+        got = compiled(x)
+    assert counts.replays == 1
+    frozen = device == "cuda"
+    assert state["runs"] == (0 if frozen else 1)
+    assert_same(got, torch.full_like(x, 1.0 if frozen else 2.0))
+
+    torch_bcg.eager_on_graph(operator)  # the remedy, on both
+    try:
+        with torch.inference_mode():
+            assert_same([compiled(x) for _ in range(3)][-1], torch.full_like(x, 2.0))
+    finally:
+        pass
+
+
+def test_rare_host_read(device, times_setting):
+    operator, state = times_setting
+    compiled = torch.compile(lambda x: operator(x + 1) - 1, backend="bcg")
+    calls(compiled, device, 2)
+    state["reads"] = True
+    if device == "cuda":
+        with counted() as counts:
+            calls(compiled, device, 1)
+        assert counts.replays == 1
+    else:
+        with pytest.raises(HostReadError, match="item"):
+            calls(compiled, device, 1)
+
+
+def test_alias_outputs(device):
+    options = {"outputs": "alias"}
+    compiled = torch.compile(lambda x: plus_one(x) * 2, backend="bcg", options=options)
+    first, second, third = calls(compiled, device, 3)
+    if device == "cuda":
+        with pytest.raises((RuntimeError, StaleOutputError)):
+            second.clone()
+    else:
+        assert_same(second, third)  # overwritten
+    assert not torch.equal(first, third)  # the probe's result is the caller's own
+
+
+def test_recompile_limit(device):
+    def fn(x):
+        return plus_one(x * 2)
+
+    compiled = torch.compile(fn, backend="bcg", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2), torch.inference_mode():
+        with counted() as counts:
+            for length in (2, 3, 4, 5):
+                for _ in range(4):
+                    x = rows(device, length, 6)
+                    assert_same(compiled(x), fn(x))
+    assert counts.replays == 2 * 3
+    assert counts.num_eager == 0  # Dynamo never called the backend, so nothing is counted
+    assert counts.probes == 2
+
+
+def test_new_shapes(device):
+    compiled = torch.compile(lambda x: plus_one(x * 2), backend="bcg", dynamic=True)
+    with torch.inference_mode():
+        compiled(rows(device, 4, 6))
+        with counted() as counts:
+            for _ in range(3):
+                compiled(rows(device, 5, 6))
+    assert (counts.warming, counts.replays) == (2, 1)
+
+
+def test_fake_under_autocast(device):
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+    def like(x, y):
+        return x.new_empty(x.shape[0], y.shape[1])
+
+    marked = torch_bcg.eager_on_graph(product, fake=like, name="footguns::product")
+
+    def fn(x):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return marked(x, x).relu()
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.inference_mode(), pytest.raises(OutputError, match="product"):
+        compiled(rows(device, 6, 6))
+
+    def live(x, y):
+        wanted = torch.get_autocast_dtype(x.device.type)
+        dtype = wanted if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return x.new_empty(x.shape[0], y.shape[1], dtype=dtype)
+
+    # The remedy is a function that does not depend on it: cast inside.
+    marked = torch_bcg.eager_on_graph(
+        lambda_free_product, fake=like, name="footguns::product_float32"
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.inference_mode():
+        for _ in range(3):
+            x = rows(device, 6, 6)
+            assert_same(compiled(x), fn(x))
+
+
+def lambda_free_product(x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ y
+
+
+def test_wrong_fake(device):
+    @torch_bcg.eager_on_graph(fake=torch.empty_like)
+    def first_half(x: Tensor) -> Tensor:
+        return x[:2] + 1
+
+    compiled = torch.compile(lambda x: first_half(x * 2) * 2, backend="bcg")
+    with torch.inference_mode(), pytest.raises(OutputError, match="first_half"):
+        compiled(rows(device))
+
+
+def test_replaced_parameter(device):
+    model = nn.Linear(6, 6, device=device)
+    compiled = torch.compile(model, backend="bcg")
+    calls(compiled, device, 3)
+    model.weight.data = model.weight.data.clone()
+    with pytest.warns(BCGWarning, match="weight"):
+        calls(compiled, device, 1)
+    with torch.inference_mode(), counted() as counts:
+        model.weight.copy_(rows(device, 6, 6))  # the remedy: its address stays
+        x = rows(device)
+        assert_same(compiled(x), model(x))
+    assert (counts.replays, counts.captures) == (1, 0)
+
+
+def test_gradients(device):
+    model = nn.Linear(6, 6, device=device)
+    compiled = torch.compile(model, backend="bcg")
+    with pytest.warns(BCGWarning, match="inference_mode") as caught, counted() as counts:
+        for _ in range(3):
+            assert compiled(rows(device)).requires_grad
+    assert len(caught) == 1
+    assert (counts.replays, counts.eager_calls) == (0, {"gradients": 3})
+
+
+def test_max_programs(device):
+    options = {"max_programs": 2}
+    compiled = torch.compile(plus_one_twice, backend="bcg", dynamic=True, options=options)
+    with torch.inference_mode(), counted() as counts, pytest.warns(BCGWarning, match="max_prog"):
+        for length in (3, 4, 5):
+            for _ in range(4):
+                compiled(rows(device, length, 6))
+    assert counts.captures == 2
+    assert counts.eager_calls == {"max_programs": 4}
+
+
+def plus_one_twice(x):
+    return plus_one(plus_one(x * 2) * 2)
+
+
+def test_overlapping_arguments(device):
+    def fn(x, y):
+        x.add_(1)
+        return plus_one(x) + y
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.inference_mode(), counted() as counts:
+        for _ in range(3):
+            compiled(rows(device), rows(device))
+        flat = rows(device, 6, 6)
+        with pytest.warns(BCGWarning, match="overlap"):
+            compiled(flat[:4], flat[1:5])
+    assert counts.num_eager == 1
+
+
+def test_re_entry(device):
+    depth = []
+
+    @torch_bcg.eager_on_graph(fake=torch.empty_like)
+    def again(x: Tensor) -> Tensor:
+        if depth:
+            return x + 1
+        depth.append(1)
+        y = compiled(x)
+        depth.pop()
+        return y
+
+    compiled = torch.compile(lambda x: again(x * 2) * 2, backend="bcg")
+    with pytest.warns(BCGWarning, match="re-entry"), counted() as counts:
+        calls(compiled, device, 3)
+    assert (counts.replays, counts.eager_calls) == (2, {"re-entry": 3})
+
+
+def test_mode(device):
+    compiled = torch.compile(plus_one_twice, backend="bcg", mode="max-autotune")
+    with torch.inference_mode(), pytest.raises(BackendCompilerFailed, match="takes no mode="):
+        compiled(rows(device))
