@@ -9,36 +9,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import TracingContext
 
 from torch_bcg import marking
 from torch_bcg.counters import counters
-from torch_bcg.errors import (
-    BCGWarning,
-    CaptureError,
-    CutError,
-    EagerCallError,
-    MovedError,
-    OptionError,
-)
-from torch_bcg.graph import modes
+from torch_bcg.eager import Unrecorded, plain, tell_cuts, tell_eager_call, tell_moved
+from torch_bcg.errors import CaptureError, OptionError
+from torch_bcg.frame import needs_gradients, static_arguments, type_of_self
 from torch_bcg.graph.annotate import annotated
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.inline import inlined, without_geometry_changes
 from torch_bcg.graph.ir import Plan, Reason
 from torch_bcg.graph.partition import partition
 from torch_bcg.graph.plan import make_plan
-from torch_bcg.graph.sizes import geometries
+from torch_bcg.graph.sizes import geometries, key_reader
 from torch_bcg.options import Options
 from torch_bcg.report import files, trace
 from torch_bcg.runtime.capture import capture
@@ -107,72 +96,6 @@ def live_graphs() -> list[CompiledGraph]:
     return sorted(_graphs, key=lambda g: g.number)
 
 
-def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> bool:
-    """Whether autograd would record the graph."""
-    enabled = torch.is_grad_enabled() or any(
-        n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes
-    )
-    return enabled and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
-
-
-def type_of_self() -> type | None:
-    """The class of the module whose code Dynamo compiles now, if it compiles a method.
-
-    A module is not in its own nn_module_stack, nor is one whose code is resumed after a break.
-    """
-    transaction = InstructionTranslator.current_tx() if TracingContext.try_get() else None
-    scope = transaction.output.local_scope if transaction is not None else {}
-    return type(scope["self"]) if "self" in scope else None
-
-
-def static_arguments(gm: fx.GraphModule, example_inputs: Sequence[object]) -> frozenset[str]:
-    """Placeholders that keep their address: parameters, buffers, module tensors, marked ones."""
-    return frozenset(
-        node.name
-        for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-        if isinstance(x, torch.Tensor)
-        and (
-            isinstance(x, torch.nn.Parameter)
-            or hasattr(x, "_dynamo_static_input_type")
-            or "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-        )
-    )
-
-
-class Unrecorded:
-    """A graph that is never recorded: the plain functions at marked nodes, autograd and all."""
-
-    def __init__(self, gm: fx.GraphModule, reason: str, options: Options, warn: bool = True) -> None:
-        self.forward = plain(gm)
-        self.reason, self.options, self.warn = reason, options, warn
-        self.warned: set[str] = set()
-
-    def __call__(self, *args: Any) -> Any:
-        if self.warn:
-            tell_eager_call(self.reason, self.options, self.warned)
-        counters.eager_calls[self.reason] = counters.eager_calls.get(self.reason, 0) + 1
-        return self.forward(*args)
-
-
-def plain(gm: fx.GraphModule) -> Callable[..., Any]:
-    """``gm`` with the plain function at each marked operator, leaving no mode behind."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for node in graph.nodes:
-        function = marking.plain_function(node.target)
-        if function is not None:
-            node.target = function
-    forward = fx.GraphModule(gm, graph).forward
-    if not modes.has_modes(graph):
-        return forward
-
-    def guarded(*args: Any) -> Any:
-        with modes.preserved():
-            return forward(*args)
-
-    return guarded
-
-
 class CompiledGraph:
     """One graph of Dynamo's: its plan, and a program for each key and set of static tensors."""
 
@@ -198,6 +121,7 @@ class CompiledGraph:
         self.told: tuple[Plan, bool] | None = None
         self.dump_directory, self.compile_id = files.chosen(options.dump), trace.compile_id()
         self.found: dict[str, Reason] = {}
+        self.lost: Reason | None = None
         self.programs: list[Program] = []
         self.reset()
         self.tell()
@@ -215,14 +139,17 @@ class CompiledGraph:
         )
         plan, self.lowering = make_plan(self.name, self.gm, self.facts, parts, self.static)
         plan = annotated(plan, self.lowering)
+        if self.lost is not None:
+            plan = replace(plan, unrecorded=self.lost)
         if getattr(self, "plan", None) != plan:
             self.free()
             self.plan: Plan = plan
             self.geometries = geometries(plan)
             self.key = key_reader(plan)
-            self.tell_cuts()
+            tell_cuts(plan, self.options, self.warned)
 
     def mark_of(self, node: fx.Node) -> marking.Mark | None:
+        """The mark on a node: made for everybody, for this compile, or on the module that runs."""
         operators = self.facts.nodes[node.name].operators
         return marking.mark_of(node, self.marks, dispatched=operators, owner=self.owner)
 
@@ -256,8 +183,9 @@ class CompiledGraph:
 
     def find(self, key: tuple[int, ...], args: Sequence[Any]) -> Program | None:
         """The program of this key whose static tensors are these; the last used comes first."""
+        every = "address" in self.options.check
         for i, program in enumerate(self.programs):
-            if program.key == key and program.statics.match(args):
+            if program.key == key and program.statics.match(args, every):
                 if i:
                     self.programs.insert(0, self.programs.pop(i))
                 return program
@@ -323,11 +251,12 @@ class CompiledGraph:
             return
 
     def cut(self, error: CaptureError) -> None:
-        """Makes the operation at which a capture failed eager."""
-        node = getattr(error, "node", "")
-        segment = self.plan.segments[error.segment]  # type: ignore[attr-defined]
-        known = node in segment.nodes and node not in self.found
-        for name in (node,) if known else segment.nodes:
+        """Makes the operation at which a capture failed eager; out of memory, everything."""
+        segment = self.plan.segments[error.segment]
+        if error.out_of_memory:
+            self.lost = Reason("out of memory", error.node, detail=error.found)
+        known = error.node in segment.nodes and error.node not in self.found
+        for name in (error.node,) if known else segment.nodes:
             self.found[name] = Reason("cannot be recorded", name, detail=error.found)
         self.make_plan()
 
@@ -360,6 +289,7 @@ class CompiledGraph:
                 program.free()
 
     def count_replay(self, program: Program) -> None:
+        """What one replay adds to the counters."""
         counters.replays += 1
         counters.kernels += self.plan.kernels
         counters.recorded_kernels += program.recorded_kernels
@@ -376,24 +306,6 @@ class CompiledGraph:
             self.name, self.plan, self.gm, self.lowering, self.dump_directory, self.probed
         )
 
-    def tell_cuts(self) -> None:
-        """``on_cut``: cuts that nobody marked."""
-        cuts = [r for r in self.plan.reasons if r.kind != "mark"]
-        if not cuts or self.options.on_cut == "accept":
-            return
-        if self.options.on_cut == "error":
-            raise CutError(
-                f"{self.name} is cut where nothing is marked.",
-                where=str(cuts[0]),
-                expected="cuts at marked operations alone, as on_cut='error' asks",
-                found=f"{len(cuts)} more: " + "; ".join(map(str, cuts)),
-                fix="Mark them with torch_bcg.eager_on_graph, or choose on_cut='accept'.",
-            )
-        for r in cuts:
-            if str(r) not in self.warned:
-                self.warned.add(str(r))
-                warnings.warn(f"{self.name} is cut: {r}", BCGWarning, stacklevel=2)
-
     def free(self) -> None:
         """Frees the programs; the next calls record again."""
         for program in self.programs:
@@ -406,6 +318,7 @@ class CompiledGraph:
         """Back to the state before the first call."""
         self.free()
         self.found.clear()
+        self.lost = None
         self.seen: dict[tuple[int, ...], int] = {}
         self.hot: set[tuple[int, ...]] = set()
         self.probed = False
@@ -417,47 +330,3 @@ def _died(graph: weakref.ref[CompiledGraph], program: weakref.ref[Program], _: o
     g, p = graph(), program()
     if g is not None and p is not None:
         g.drop(p)
-
-
-def key_reader(plan: Plan) -> Callable[[Sequence[Any]], tuple[int, ...]]:
-    """What reads the symbols' values from the arguments of a call."""
-    place = {name: i for i, name in enumerate(plan.arguments)}
-    reads = [(place[argument], dim) for _, argument, dim in plan.symbols]
-    if not reads:
-        return lambda args: ()
-    if all(dim < 0 for _, dim in reads) and len(reads) > 1:
-        return operator.itemgetter(*(i for i, _ in reads))
-    return lambda args: tuple(args[i] if dim < 0 else args[i].shape[dim] for i, dim in reads)
-
-
-def tell_eager_call(reason: str, options: Options, warned: set[str]) -> None:
-    """``on_eager_call``: says once a reason that a call was not replayed."""
-    fix = (
-        "Call it under torch.inference_mode(), or torch.no_grad()."
-        if reason == "gradients"
-        else "torch_bcg.explain() shows the plan; on_eager_call='count' is silent."
-    )
-    if options.on_eager_call == "error":
-        raise EagerCallError(
-            "A call was not replayed.", where="call", expected="a replay", found=reason, fix=fix
-        )
-    if options.on_eager_call == "warn" and reason not in warned:
-        warned.add(reason)
-        warnings.warn(f"A call was not replayed: {reason}. {fix}", BCGWarning, stacklevel=4)
-
-
-def tell_moved(names: Sequence[str], options: Options) -> None:
-    """``on_moved``: static tensors of a live module lie elsewhere."""
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    if options.on_moved == "error":
-        raise MovedError(
-            f"Static tensors moved: {shown}.",
-            where="call",
-            expected="the addresses they were recorded at",
-            found="other addresses",
-            fix="Write into them with copy_, or choose on_moved='recapture'.",
-        )
-    warnings.warn(f"Static tensors moved, recording again: {shown}.", BCGWarning, stacklevel=5)
-
-
-

@@ -91,9 +91,17 @@ class CutError(BCGError):
 class CaptureError(BCGError):
     """A segment could not be recorded.
 
-    Raised by a recorder while it turns a plan into a program. Nothing of the caller's memory has
-    changed.
+    Raised while a plan is turned into a program. Nothing of the caller's memory has changed.
+
+    Attributes:
+        segment: Index of the segment, -1 if unknown.
+        node: Name of the node that failed, "" if unknown.
+        out_of_memory: The device had none left.
     """
+
+    segment: int = -1
+    node: str = ""
+    out_of_memory: bool = False
 
 
 class HostReadError(BCGError):

@@ -39,9 +39,7 @@ class ProgramHandle:
             zip((s for s, _, _ in program.plan.symbols), program.key, strict=True)
         )
         homes = {v.name: v.home for v in self.plan.values}
-        self.arguments = tuple(
-            a for a in self.plan.arguments if homes[a] not in ("static", "size")
-        )
+        self.arguments = tuple(a for a in self.plan.arguments if homes[a] not in ("static", "size"))
         self._full: list[Any] = [None] * len(self.plan.arguments)
         self._given = [self.plan.arguments.index(a) for a in self.arguments]
         for symbol, argument, dim in self.plan.symbols:
@@ -54,10 +52,12 @@ class ProgramHandle:
 
     @property
     def replays(self) -> int:
+        """Calls so far."""
         return self._program.replays
 
     @property
     def bytes(self) -> int:
+        """Memory of its slots, and what the pool grew by when it was recorded."""
         return self._program.bytes
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
@@ -78,7 +78,8 @@ class ProgramHandle:
             full[place] = x
         if program.dead or not program.statics.match(full):
             raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
-        return self._graph.replay(program, full)
+        outputs: tuple[Any, ...] = self._graph.replay(program, full)
+        return outputs
 
 
 def _unfit(what: str, expected: str, found: str) -> BCGError:

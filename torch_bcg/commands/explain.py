@@ -54,6 +54,6 @@ def _made(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str
             return fn, tuple(args), kwargs
         case other:
             raise MisuseError(
-                f"{target} returned a {type(other).__name__}: expected (callable, args) or "
-                "(callable, args, kwargs)."
+                f"{target} returned something of type {type(other).__name__}: expected "
+                "(callable, args) or (callable, args, kwargs)."
             )

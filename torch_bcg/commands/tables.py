@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from torch_bcg.commands.models import MODELS
 from torch_bcg.commands.results import Result
+from torch_bcg.graph.values import counted
 from torch_bcg.report.advice import causes
 
 
@@ -31,12 +32,11 @@ def show(result: Result) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     asked = result.asked
-    title = f"{MODELS[asked.model].name}, {asked.layers} layers, random weights"
+    title = f"{MODELS[asked.model].name}, {counted(asked.layers, 'layer')}, random weights"
     console.print(f"{title}, on {asked.device}; {result.marked} is marked", markup=False)
     if asked.device == "cpu":
         console.print(
-            "No GPU is used: the host recorder replays. Results are those of a GPU's contract; its "
-            "times say nothing about CUDA graphs."
+            "No GPU is used: the host recorder replays. Its times say nothing about CUDA graphs."
         )
     console.print("\nplan")
     for plan in result.plans:

@@ -16,7 +16,8 @@ from torch import fx
 
 # Changes of a tensor's own geometry that are views otherwise.
 _GEOMETRY = {
-    n + "_": n for n in ("t", "squeeze", "unsqueeze", "transpose", "swapaxes", "swapdims", "as_strided")
+    n + "_": n
+    for n in ("t", "squeeze", "unsqueeze", "transpose", "swapaxes", "swapdims", "as_strided")
 }
 _INLINED = ("tag_activation_checkpoint", "invoke_subgraph", "wrap", "wrap_activation_checkpoint")
 
@@ -37,6 +38,7 @@ def without_geometry_changes(gm: fx.GraphModule, same_as: Mapping[str, str]) -> 
     Changes of arguments stay, and keep the graph from being recorded.
 
     Args:
+        gm: the graph.
         same_as: node -> the earlier node whose very tensor it returns, as far as that is known.
     """
     graph = fx.Graph()
@@ -44,7 +46,9 @@ def without_geometry_changes(gm: fx.GraphModule, same_as: Mapping[str, str]) -> 
     for node in gm.graph.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        name = (
+            str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        )
         if first is None or not (name in _GEOMETRY or (name == "set_" and len(node.args) == 2)):
             continue
         root = same_as.get(first.name, first.name)

@@ -1,4 +1,4 @@
-"""A segment of a plan -> an FX module that computes it, in the order and the modes of the program."""
+"""A segment of a plan -> an FX module that computes it, in the program's order and modes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class Lowering:
         """What ``nodes`` take from outside ``own``.
 
         Args:
+            nodes: whose operands are followed.
+            own: what is made inside.
             fixed: which floats are bound outside.
             replaced: (node, argument) read from number slots.
         """
@@ -83,6 +85,11 @@ class Lowering:
 
         Args:
             name: class name of the module, for dumps.
+            nodes: what it computes.
+            inside: floats it remakes.
+            inputs: what it takes.
+            outputs: what it returns.
+            number_slots: (node, argument, slot) of operands read from slots.
             direct: call the plain function behind a marked operator, without the dispatcher.
         """
         graph = fx.Graph()
@@ -146,4 +153,3 @@ class _Tracked(fx.Interpreter):
 def failed_node(error: BaseException) -> str:
     """Name of the node at which `interpret` failed, or ""."""
     return str(getattr(error, "bcg_node", ""))
-

@@ -1,8 +1,8 @@
-"""Host state that stands in a graph as nodes: autocast, gradients, inference mode, functorch levels.
+"""Host state that stands in a graph as nodes: autocast, gradients, inference, functorch levels.
 
 A mode that is entered and left with a pair of nodes, or set with one, can be put in force again
-anywhere, so a segment is lowered with the modes of its own place. Pairs that cannot be entered twice
-(functorch levels) bind everything between them into one unit that no cut divides.
+anywhere, so a segment is lowered with the modes of its own place. Pairs that cannot be entered
+twice (functorch levels) bind everything between them into one unit that no cut divides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.nn.attention
 from torch import fx
 
-_ENTER = {
+_ENTER: dict[Any, Callable[..., Any]] = {
     torch.amp.autocast_mode._enter_autocast: torch.amp.autocast_mode._exit_autocast,
     torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
 }
@@ -96,7 +96,8 @@ class ModeWriter:
                 # A weight cast once and kept until the outermost exit would be memory that
                 # outlives the recording that made it, so no segment uses autocast's cache.
                 args = (*args[:3], False)
-            self.open[node] = self.graph.call_function(node.target, args)
+            target: Any = node.target
+            self.open[node] = self.graph.call_function(target, args)
         for target, node in new.settings:
             if (target, node) not in self.now.settings:
                 if target not in self.before:

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from torch_bcg.graph.facts import Facts, NodeFacts, TensorFact
+from torch_bcg.graph.homes import FIXED, Homes
 from torch_bcg.graph.ir import (
     EagerSegment,
     GraphSegment,
-    Home,
     NumberSlot,
     Output,
     Plan,
@@ -25,13 +24,10 @@ from torch_bcg.graph.ir import (
     Segment,
     Value,
 )
+from torch_bcg.graph.known import Facts, NodeFacts, TensorFact
 from torch_bcg.graph.lower import Lowering, Needs
-from torch_bcg.graph.partition import Partition, Stretch, where
-
-# Homes at an address that stays for the life of a program.
-FIXED: frozenset[str] = frozenset(
-    ("static", "slot", "size", "constant", "recorded", "scratch", "bridge", "alias")
-)
+from torch_bcg.graph.partition import Partition, Stretch
+from torch_bcg.graph.sorting import where
 
 
 def make_plan(
@@ -41,127 +37,17 @@ def make_plan(
 
     Args:
         name: name of the plan.
+        gm: the graph.
+        facts: of its nodes.
+        parts: its stretches.
         static: names of the placeholders that keep their address between calls.
     """
     planner = _Planner(name, gm, facts, parts, frozenset(static))
     return planner.plan(), planner.lowering
 
 
-class _Planner:
-    def __init__(
-        self, name: str, gm: fx.GraphModule, facts: Facts, parts: Partition, static: frozenset[str]
-    ) -> None:
-        self.name, self.gm, self.facts, self.parts = name, gm, facts, parts
-        self.nodes: dict[str, fx.Node] = {n.name: n for n in gm.graph.nodes}
-        self.static = static
-        self.stretch = {n.name: s for s in parts.stretches for n in s.nodes}
-        apart = {n.name for n in (*parts.scratch, *parts.constants)}
-        self.canonical = {n: f.same_as for n, f in facts.nodes.items() if f.same_as}
-        self.floats = {
-            n.name
-            for n in gm.graph.nodes
-            if n.op not in ("placeholder", "output")
-            and n.name not in self.stretch
-            and n.name not in apart
-            and not (n.op == "get_attr" and facts.nodes[n.name].tensors)
-            and facts.nodes[n.name].kind != "mode"
-        }
-        self.lowering = Lowering(gm, self.canonical, self.floats)
-        self.touched = self.touched_storages()
-        self.live = {n.name for n in parts.live}
-        self.numbers = {n.name for n in parts.numbers}
-        self.owner = self.owners()
-        self.bound: dict[str, bool] = {}
-
-    def touched_storages(self) -> frozenset[int]:
-        """Storages that kernels of recorded segments read or write."""
-        touched: set[int] = set()
-        for stretch in self.parts.stretches:
-            for node in stretch.nodes if not stretch.reasons else ():
-                f = self.facts.nodes[node.name]
-                numbers = {
-                    t.storage
-                    for (n, _), number in self.parts.number_operands.items()
-                    if n is node
-                    for t in self.facts.nodes[number.name].tensors
-                }
-                touched |= (f.reads | f.writes) - numbers
-        return frozenset(touched)
-
-    def owners(self) -> Mapping[int, str]:
-        """Storage -> the value that has it: its maker, or the first item of what a node returned."""
-        owner: dict[int, str] = {}
-        for node in self.gm.graph.nodes:
-            f = self.facts.nodes[node.name]
-            for t in f.tensors:
-                if t.storage in owner or not f.is_tensor:
-                    continue
-                if node.name in self.floats or node.name in self.canonical:
-                    continue
-                owner[t.storage] = node.name
-        return owner
-
-    # homes
-
-    def home(self, name: str) -> Home:
-        node, f = self.nodes[name], self.facts.nodes[name]
-        if node.op == "placeholder":
-            if not f.tensors:
-                return "size" if f.symbols and f.symbols <= self.facts.key_symbols else "number"
-            if name in self.static:
-                return "static"
-            (t,) = f.tensors
-            return "slot" if t.storage in self.touched and not t.special else "reference"
-        if node.op == "get_attr":
-            return "static"
-        if node in self.parts.constants:
-            return "constant"
-        if node in self.parts.scratch:
-            return "scratch"
-        if name in self.floats:
-            return "size"
-        eager = bool(self.stretch[name].reasons)
-        if not f.is_tensor or f.tensors[0].special:
-            return "fresh"
-        owner = self.owner.get(f.tensors[0].storage, name)
-        if owner != name:
-            return "alias" if self.home(owner) in FIXED else "fresh"
-        if not eager:
-            return "recorded"
-        return "bridge" if f.tensors[0].storage in self.touched else "fresh"
-
-    def fixed(self, name: str) -> bool:
-        """Whether a node's value can be bound when a program is built."""
-        name = self.canonical.get(name, name)
-        if name not in self.bound:
-            if name not in self.floats:
-                self.bound[name] = self.home(name) in FIXED
-            elif name in self.numbers:
-                f = self.facts.nodes[name]
-                self.bound[name] = name not in self.live and f.symbols <= self.facts.key_symbols
-            else:
-                inputs = self.nodes[name].all_input_nodes
-                self.bound[name] = name not in self.live and all(self.fixed(p.name) for p in inputs)
-        return self.bound[name]
-
-    def value(self, name: str) -> Value:
-        f = self.facts.nodes[name]
-        home = self.home(name)
-        if home == "size":
-            return Value(name, home, expr=f.expr)
-        if not f.is_tensor:
-            return Value(name, home)
-        (t,) = f.tensors
-        owner = self.owner.get(t.storage, name)
-        known = not t.unbacked and not t.special
-        return Value(
-            name,
-            home,
-            t.spec if known else None,
-            t.storage,
-            owner if home == "alias" else "",
-            written=t.storage in self.facts.written,
-        )
+class _Planner(Homes):
+    """Segments, values and outputs of one graph, from the homes of its storages."""
 
     # segments
 
@@ -175,9 +61,7 @@ class _Planner:
             unrecorded = Reason("size from no argument", missing, detail=missing)
         if unrecorded is not None:
             arguments = tuple(n.name for n in self.gm.graph.nodes if n.op == "placeholder")
-            return Plan(
-                self.name, self.facts.device, (), arguments, (), (), (), (), unrecorded
-            )
+            return Plan(self.name, self.facts.device, (), arguments, (), (), (), (), unrecorded)
         slots = {
             (node.name, index): NumberSlot(
                 f"{number.name}_{self.facts.nodes[node.name].tensors[0].spec.dtype}",
@@ -344,4 +228,3 @@ def module_path(nodes: Sequence[fx.Node]) -> str:
         same = [a == b for a, b in zip(shared, path, strict=False)]
         shared = shared[: same.index(False) if False in same else len(same)]
     return ".".join(shared)
-

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from torch_bcg.graph.ir import Plan, TensorSpec
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides in elements; offset in bytes
+Geometry = tuple[
+    tuple[int, ...], tuple[int, ...], int
+]  # sizes, strides in elements; offset in bytes
 
 
-def compiled(expressions: Iterable[str], symbols: Sequence[str]) -> Callable[..., tuple[object, ...]]:
+def compiled(
+    expressions: Iterable[str], symbols: Sequence[str]
+) -> Callable[..., tuple[object, ...]]:
     """One function of the symbols' values that gives every expression's value, in order."""
     body = "".join(e + "," for e in expressions)
     source = f"lambda {', '.join(symbols)}: ({body})"
     namespace = {"math": math, "torch": torch}
-    function: Callable[..., tuple[object, ...]] = eval(compile(source, "<sizes of a plan>", "eval"), namespace)
+    function: Callable[..., tuple[object, ...]] = eval(
+        compile(source, "<sizes of a plan>", "eval"), namespace
+    )
     return function
 
 
@@ -37,3 +45,14 @@ def _tuple(spec: TensorSpec) -> str:
     size = "".join(s + "," for s in spec.size)
     stride = "".join(s + "," for s in spec.stride)
     return f"(({size}), ({stride}), {spec.offset})"
+
+
+def key_reader(plan: Plan) -> Callable[[Sequence[Any]], tuple[int, ...]]:
+    """What reads the symbols' values from the arguments of a call."""
+    place = {name: i for i, name in enumerate(plan.arguments)}
+    reads = [(place[argument], dim) for _, argument, dim in plan.symbols]
+    if not reads:
+        return lambda args: ()
+    if all(dim < 0 for _, dim in reads) and len(reads) > 1:
+        return operator.itemgetter(*(i for i, _ in reads))
+    return lambda args: tuple(args[i] if dim < 0 else args[i].shape[dim] for i, dim in reads)

@@ -1,1 +1,1 @@
-"""From a plan to programs: memory, recorders, probe, capture, replay. The only code that uses torch.cuda."""
+"""From a plan to programs: memory, recorders, probe, capture, replay. All use of torch.cuda."""

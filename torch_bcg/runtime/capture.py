@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from torch_bcg.errors import CaptureError
 from torch_bcg.graph import modes
-from torch_bcg.graph.ir import GraphSegment, Output, Plan, Segment, Value
+from torch_bcg.graph.ir import GraphSegment, Output, Plan, Segment
 from torch_bcg.graph.lower import Lowering, failed_node
 from torch_bcg.graph.sizes import Geometry, compiled
 from torch_bcg.runtime import memory, steps
@@ -25,6 +25,7 @@ from torch_bcg.runtime.device import Pool, no_collection
 from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.recorders import recorder_for
 from torch_bcg.runtime.statics import overlaps_of, statics_of
+from torch_bcg.runtime.workspace import Workspace
 
 
 def capture(
@@ -56,35 +57,8 @@ def capture(
         return _Builder(plan, lowering, geometries, key, args, pool, unrecorded, aliases).build()
 
 
-class _Builder:
-    def __init__(
-        self,
-        plan: Plan,
-        lowering: Lowering,
-        geometries: Mapping[str, Geometry],
-        key: tuple[int, ...],
-        args: Sequence[Any],
-        pool: Pool,
-        unrecorded: Callable[[int], bool],
-        aliases: memory.Aliases | None,
-    ) -> None:
-        self.aliases = aliases
-        self.plan, self.lowering, self.geometries = plan, lowering, geometries
-        self.key, self.pool, self.unrecorded = key, pool, unrecorded
-        self.given = args
-        self.args = dict(zip(plan.arguments, args, strict=True))
-        self.place = {name: i for i, name in enumerate(plan.arguments)}
-        self.values = {v.name: v for v in plan.values}
-        self.bound: dict[str, Any] = {}
-        self.cell: dict[str, int] = {}
-        self.cells: list[Any] = []  # the object the steps hold; as long as the template in the end
-        self.template: list[Any] = []
-        self.loads: dict[str, int] = {}
-        self.steps: list[steps.Step] = []
-        self.owners: list[object] = []
-        self.copied = 0
-        self.recorded_kernels = 0
-        self.bytes = 0
+class _Builder(Workspace):
+    """Turns the decisions of a plan into steps, in order."""
 
     def build(self) -> Program:
         before = self.pool.reserved()
@@ -105,65 +79,21 @@ class _Builder:
         self.owners.append(list(self.bound.values()))
         self.cells[:] = self.template
         return Program(
-            self.plan, self.key, self.geometries, statics_of(self.plan, self.given), overlaps_of(self.plan, self.given),
-            [(self.cell[name], place) for name, place in self.loads.items()],
-            self.steps, self.cells, self.template, result, self.copied, self.recorded_kernels,
-            self.bytes + max(0, self.pool.reserved() - before), self.owners,
-        )  # fmt: skip
-
-    # memory
-
-    def bind_arguments(self) -> None:
-        symbols = [s for s, _, _ in self.plan.symbols]
-        sizes = [v for v in self.plan.values if v.home == "size"]
-        numbers = compiled((v.expr for v in sizes), symbols)(*self.key)
-        self.bound.update(zip((v.name for v in sizes), numbers, strict=True))
-        for v in self.plan.values:
-            if v.home == "static":
-                given = self.args.get(v.name)
-                if given is None:
-                    given = operator.attrgetter(str(self.lowering.nodes[v.name].target))(self.lowering.gm)
-                self.bound[v.name] = memory.shared(given)
-
-    def bind_memory(self) -> None:
-        for v in self.plan.values:
-            if v.home in ("slot", "scratch", "bridge"):
-                self.bound[v.name] = self.allocate(v)
-            elif v.home == "constant":
-                node = self.lowering.nodes[v.name]
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda p: self.resolve(p.name))
-                self.bound[v.name] = _call(node, args, kwargs)
-
-    def allocate(self, v: Value) -> Tensor:
-        assert v.spec is not None
-        t = memory.allocate(v.spec, self.geometries[v.name])
-        self.bytes += t.untyped_storage().nbytes()
-        return t
-
-    def resolve(self, name: str) -> Any:
-        """The fixed value of a node: bound, or made now from what is bound."""
-        name = self.lowering.canonical.get(name, name)
-        if name not in self.bound:
-            v = self.values.get(name)
-            if v is not None and v.home == "alias":
-                assert v.spec is not None
-                base = self.resolve(v.base)
-                size, stride, offset = self.geometries[name]
-                shift = self.geometries[v.base][2]
-                self.bound[name] = memory.moved_view(base, v.spec.dtype, (size, stride, offset - shift))
-            else:
-                node = self.lowering.nodes[name]
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda p: self.resolve(p.name))
-                self.bound[name] = _call(node, args, kwargs)
-        return self.bound[name]
-
-    def cell_of(self, name: str) -> int:
-        if name not in self.cell:
-            self.cell[name] = len(self.template)
-            self.template.append(None)
-            if name in self.place:
-                self.loads[name] = self.place[name]
-        return self.cell[name]
+            plan=self.plan,
+            key=self.key,
+            geometries=self.geometries,
+            statics=statics_of(self.plan, self.given),
+            overlaps=overlaps_of(self.plan, self.given),
+            loads=[(self.cell[name], place) for name, place in self.loads.items()],
+            steps=self.steps,
+            cells=self.cells,
+            template=self.template,
+            result=result,
+            copied_bytes=self.copied,
+            recorded_kernels=self.recorded_kernels,
+            bytes=self.bytes + max(0, self.pool.reserved() - before),
+            owners=self.owners,
+        )
 
     # steps
 
@@ -187,27 +117,13 @@ class _Builder:
         if not slots:
             return
         for s in slots:
-            self.bound[s.name] = torch.zeros((), dtype=getattr(torch, s.dtype), device=self.plan.device)
+            self.bound[s.name] = torch.zeros(
+                (), dtype=getattr(torch, s.dtype), device=self.plan.device
+            )
         sources = list(dict.fromkeys(s.source for s in slots))
         forward, loads = self.remake("numbers", sources)
         fills = [(self.bound[s.name], sources.index(s.source)) for s in slots]
         self.steps.append(steps.fill_numbers(self.cells, forward, loads, fills))
-
-    def remake(self, name: str, wanted: Sequence[str]) -> tuple[Callable[..., Any], list[int]]:
-        """Code that remakes per-call values, and the cells it takes."""
-        floats = [n for n in wanted if n in self.lowering.floats]
-        needs = self.lowering.needs(floats, set(floats), self.is_size)
-        outside = list(dict.fromkeys([*needs.outside, *(n for n in wanted if n not in floats)]))
-        inside = needs.inside | set(floats)
-        code = self.lowering.lower(name, (), inside, outside, wanted)
-        cells = [self.cell_of(n) for n in outside]
-        for n, cell in zip(outside, cells, strict=True):
-            if n in self.bound and n not in self.place:
-                self.template[cell] = self.bound[n]
-        return code.forward, cells
-
-    def is_size(self, name: str) -> bool:
-        return name in self.values and self.values[name].home == "size"
 
     def code(self, segment: Segment, direct: bool) -> fx.GraphModule:
         kind = "graph" if isinstance(segment, GraphSegment) else "eager"
@@ -291,7 +207,8 @@ class _Builder:
                 self.steps.append(self.view_out(cell, o))
             else:
                 remade.append((o.base if o.name == o.base else o.name, cell))
-        for make, parts in memory.out_of(cloned, self.aliases and self.aliases.take):
+        take = None if self.aliases is None else self.aliases.take
+        for make, parts in memory.out_of(cloned, take):
             self.steps.append(steps.hand_out(self.cells, make, parts))
             if self.aliases is None:
                 self.copied += sum(cloned[c].numel() * cloned[c].itemsize for c, _ in parts)
@@ -333,13 +250,6 @@ def capture_error(segment: GraphSegment, node: str, error: BaseException) -> Cap
         found=f"{type(error).__name__}: {error}".splitlines()[0],
         fix="Mark the operation with torch_bcg.eager_on_graph.",
     )
-    caught.node = node  # type: ignore[attr-defined]
-    caught.segment = segment.index  # type: ignore[attr-defined]
+    caught.segment, caught.node = segment.index, node
+    caught.out_of_memory = isinstance(error, torch.OutOfMemoryError)
     return caught
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = node.target
-    return target(*args, **kwargs)

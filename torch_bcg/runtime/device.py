@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-
 # The handle of the current stream of a device, without an object for it: 0.1 instead of 4 us.
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Pool:
-    """One for each device. ``lock`` is held for a whole call; ``busy`` tells a call inside a call."""
+    """One for each device. ``lock`` is held for a whole call; ``busy`` tells a call inside it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.RLock()
         self.busy = False
-        self.dead: list[object] = []  # programs dropped where memory could not be given back
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -97,6 +95,7 @@ class CudaPool(Pool):
         self.prepare()
 
     def order(self) -> None:
+        """Makes the current stream wait for the last call, if that ran on another stream."""
         raw = _raw_stream(self.index) if _raw_stream is not None else None
         if raw is not None and raw == self.last_raw:
             return
@@ -106,10 +105,12 @@ class CudaPool(Pool):
         self.last, self.last_raw = now, raw
 
     def capturing(self) -> bool:
+        """Whether somebody records the current stream."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     @contextlib.contextmanager
     def sync_reports(self) -> Iterator[list[str]]:
+        """Collects what waits for the device, with PyTorch's own debug mode set to warn."""
         before = torch.cuda.get_sync_debug_mode()
         found: list[str] = []
         with warnings.catch_warnings(record=True) as caught:
@@ -126,6 +127,7 @@ class CudaPool(Pool):
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
     def reserved(self) -> int:
+        """Bytes the allocator holds for this process."""
         return int(torch.cuda.memory_reserved(self.device))
 
 

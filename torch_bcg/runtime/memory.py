@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,22 +169,21 @@ class Aliases:
     """
 
     def __init__(self) -> None:
-        self.out: list[weakref.ref[Tensor]] = []
+        self.out: list[Tensor] = []  # they own no memory
 
     def take(self, flat: Tensor) -> Tensor:
         """A tensor over the memory of ``flat`` that `expire` can end."""
-        fresh = getattr(torch._C, "_construct_storage_from_data_pointer")
-        storage = fresh(flat.data_ptr(), flat.device, flat.numel())
+        fresh = torch._C._construct_storage_from_data_pointer
+        storage: Any = fresh(flat.data_ptr(), flat.device, flat.numel())
         taken = over(storage, torch.uint8, 0, ((flat.numel(),), (1,), 0))
-        self.out.append(weakref.ref(taken))
+        self.out.append(taken)
         return taken
 
     def expire(self) -> None:
         """Ends what was handed out."""
         end = getattr(torch._C, "_set_storage_access_error_msg", None)
-        for ref in self.out:
-            taken = ref()
-            if taken is not None and end is not None and taken.is_cuda:
+        for taken in self.out:
+            if end is not None and taken.is_cuda:
                 end(taken, _STALE)
         self.out.clear()
 

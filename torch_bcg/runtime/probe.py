@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from torch_bcg.errors import OutputError
 from torch_bcg.graph import modes
-from torch_bcg.graph.facts import has_memory, target_name
+from torch_bcg.graph.geometry import has_memory, target_name
 from torch_bcg.graph.ir import EagerSegment, Plan, Reason
-from torch_bcg.graph.partition import where
 from torch_bcg.graph.sizes import Geometry
+from torch_bcg.graph.sorting import where
 from torch_bcg.marking import plain_function
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.recorders import host_reads, wrong_output

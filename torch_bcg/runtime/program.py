@@ -20,7 +20,7 @@ from torch_bcg.runtime.statics import Overlaps, Statics
 from torch_bcg.runtime.steps import Step
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)
 class Program:
     """Steps bound to memory.
 

@@ -39,7 +39,10 @@ class Recorder(Protocol):
     """Records segments of one program."""
 
     def record(
-        self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
+        self,
+        code: fx.GraphModule,
+        operands: Sequence[object],
+        allocate: Sequence[Callable[[], Tensor]],
     ) -> Recording:
         """Records ``code`` on ``operands``; ``allocate`` makes memory for each output."""
         ...
@@ -49,20 +52,31 @@ class HostRecorder:
     """Replays by running the segment again on the memory it was bound to."""
 
     def record(
-        self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
+        self,
+        code: fx.GraphModule,
+        operands: Sequence[object],
+        allocate: Sequence[Callable[[], Tensor]],
     ) -> Recording:
+        """Binds and allocates; nothing is executed."""
         outputs = tuple(make() for make in allocate)
         # Held no more than a CUDA graph would: what is freed after recording shows here too.
-        bound = [weakref.ref(x) if isinstance(x, Tensor) else functools.partial(_same, x) for x in operands]
+        bound = [
+            weakref.ref(x) if isinstance(x, Tensor) else functools.partial(_same, x)
+            for x in operands
+        ]
         del operands
-        names = [n.name for n in code.graph.output_node().args[0]]  # type: ignore[union-attr]
+        results_of: Any = code.graph.output_node().args[0]
+        names = [str(n.name) for n in results_of]
         forward = code.forward
         narrowed = [memory.once(t) for t in outputs]
         segment = type(code).__name__
 
         def replay() -> None:
             operands = [ref() for ref in bound]
-            if any(x is None and isinstance(ref, weakref.ref) for ref, x in zip(bound, operands, strict=True)):
+            if any(
+                x is None and isinstance(ref, weakref.ref)
+                for ref, x in zip(bound, operands, strict=True)
+            ):
                 raise freed(segment, code, operands)
             with modes.preserved(), no_host_reads(segment):
                 results = forward(*operands)
@@ -81,8 +95,12 @@ class CudaRecorder:
         self.pool = pool
 
     def record(
-        self, code: fx.GraphModule, operands: Sequence[object], allocate: Sequence[Callable[[], Tensor]]
+        self,
+        code: fx.GraphModule,
+        operands: Sequence[object],
+        allocate: Sequence[Callable[[], Tensor]],
     ) -> Recording:
+        """Records the segment's kernels; they run at replay, not now."""
         pool = self.pool
         pool.prepare()
         graph = torch.cuda.CUDAGraph()
@@ -140,13 +158,14 @@ def wrong_output(name: str, segment: str, expected: Tensor, found: object) -> Ou
         where=segment,
         expected=text(expected),
         found=text(found),
-        fix="Correct the fake= of the marked function (or register_fake of the operator), so that it "
-        "gives the shape and dtype of the real result.",
+        fix="Correct the fake= of the marked function (or register_fake of the operator): it must "
+        "give the shape and dtype of the real result.",
     )
 
 
 _HOST_READS = (
-    "tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__complex__",
+    "tolist", "item", "numpy", "cpu",
+    "__bool__", "__int__", "__float__", "__index__", "__complex__",
 )  # fmt: skip
 _MOVES = ("to", "cuda", "copy_")  # a host read only if they cross between host and device
 _PATCHED = threading.RLock()

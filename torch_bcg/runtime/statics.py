@@ -16,15 +16,11 @@ from torch_bcg.runtime import memory
 from torch_bcg.runtime.memory import Range
 
 # Compares addresses in C++; builds without CUDA do not have it.
-_in_cpp: Callable[..., bool] | None = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", None
-)
+_in_cpp: Callable[..., bool] | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
-def same_addresses(
-    args: Sequence[Any], pointers: list[int | None], indices: list[int]
-) -> bool:
-    """Whether the tensors at ``indices`` of ``args`` lie at the ``pointers`` of the same indices."""
+def same_addresses(args: Sequence[Any], pointers: list[int | None], indices: list[int]) -> bool:
+    """Whether the tensors at ``indices`` of ``args`` lie at the ``pointers`` of those places."""
     if _in_cpp is not None and indices:
         given = args if isinstance(args, list) else list(args)
         return bool(_in_cpp(given, pointers, indices))
@@ -53,8 +49,15 @@ class Statics:
     pointers: list[int | None]
     wrapped: list[tuple[int, tuple[int, ...]]]
 
-    def match(self, args: Sequence[Any]) -> bool:
-        """Whether ``args`` has the same memory in the same places."""
+    def match(self, args: Sequence[Any], every: bool = True) -> bool:
+        """Whether ``args`` has the same memory in the same places.
+
+        Args:
+            args: of one call.
+            every: compare every address; without, only the first one tells two sets apart.
+        """
+        if not every:
+            return same_addresses(args, self.pointers, self.indices[:1])
         for place, inner in self.wrapped:
             if memory.addresses(args[place]) != inner:
                 return False
@@ -79,9 +82,7 @@ class Statics:
         if not any(a is b for a, b in zip(old, new, strict=True)):
             return []
         addresses = [memory.addresses(t) for t in new]
-        return [
-            n for n, a, b in zip(self.names, self.found_at, addresses, strict=True) if a != b
-        ]
+        return [n for n, a, b in zip(self.names, self.found_at, addresses, strict=True) if a != b]
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Overlaps:
 
     def found(self, args: Sequence[Any]) -> tuple[int, int] | None:
         """The places of an overlapping pair (-1: a static tensor), or None."""
-        ranges = []
+        ranges: list[tuple[int, int, int, bool, bool]] = []
         for i, size, copied, written in self.moving:
             low = args[i].data_ptr()
             high = low + size
@@ -131,11 +132,7 @@ def statics_of(plan: Plan, args: Sequence[Any]) -> Statics:
         [weakref.ref(args[place[n]]) for n in names],
         plain,
         [x.data_ptr() if i in plain else None for i, x in enumerate(args)],
-        [
-            (place[v.name], at)
-            for v, at in zip(values, found_at, strict=True)
-            if v.spec is None
-        ],
+        [(place[v.name], at) for v, at in zip(values, found_at, strict=True) if v.spec is None],
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_bcg.graph import modes
+from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.recorders import wrong_output
 
@@ -89,9 +90,13 @@ def eager(
     stores: Sequence[tuple[int, int]],
     bridges: Sequence[tuple[int, Tensor, str, str]],
 ) -> Step:
-    """Runs an eager segment: ``bound`` operands, then those in the cells ``loads``.
+    """Runs an eager segment.
 
     Args:
+        cells: values of one call.
+        forward: the code, from operands to results.
+        bound: its first operands, with a fixed place.
+        loads: cells of the other operands.
         stores: (result, cell) of what the call keeps.
         bridges: (result, slot, node, segment) of what recorded segments read.
     """
@@ -138,9 +143,7 @@ def hand_out(
     return step
 
 
-def view_out(
-    cells: Cells, cell: int, base: int, dtype: str, geometry: memory.Geometry
-) -> Step:
+def view_out(cells: Cells, cell: int, base: int, dtype: str, geometry: Geometry) -> Step:
     """An output that is a view of the caller's own tensor."""
 
     def step() -> None:

@@ -1,0 +1,116 @@
+"""README.md says what the code does: what it shows runs, what it names and links is there."""
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import test_footguns
+import torch_bcg
+from torch_bcg.options import Options
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINKS = re.findall(r"\[([^\]]+)\]\(([^)]+)\)", README)
+LOCAL = sorted({target for _, target in LINKS if not target.startswith("https://")})
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def between(marker):
+    found = re.search(f"<!-- {marker} -->\n(.*?)<!-- /{marker} -->", README, flags=re.DOTALL)
+    return found.group(1)
+
+
+def options_table():
+    """What stands between the markers; after a change of `Options` paste what the test shows."""
+
+    def shown(value):
+        return f"`{value!r}`".replace("'", '"')
+
+    def values(option):
+        words = option.metadata["valid"]
+        return ", ".join(word if " " in word else f"`{word}`" for word in words)
+
+    rows = [
+        f"| `{o.name}` | {shown(o.default)} | {values(o)} | {o.metadata['help']} |"
+        for o in fields(Options)
+    ]
+    return "\n".join(["| option | default | values | |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def test_the_quick_start_runs_and_prints_what_the_text_says():
+    quick_start, _ = blocks("python")
+    hidden = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden + quick_start],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "BCGWarning" not in done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert f"`{line}`" in README
+
+
+@pytest.mark.cuda
+def test_the_quick_start_on_a_gpu(capsys):
+    exec(compile(blocks("python")[0], "README.md", "exec"), {})
+    assert capsys.readouterr().out.endswith("2 of 3 calls were replays\n")
+
+
+def test_marking_is_shown_in_code_that_parses():
+    _, marking = blocks("python")
+    decorators = [line for line in marking.splitlines() if line.startswith("@")]
+    compile("\n".join([*decorators, "def f(): ..."]), "README.md", "exec")
+    compile(
+        "\n".join(line for line in marking.splitlines() if line not in decorators),
+        "README.md",
+        "exec",
+    )
+
+
+def test_the_options_are_those_of_the_dataclass():
+    assert between("options") == options_table()
+
+
+@pytest.mark.parametrize("target", LOCAL)
+def test_what_is_linked_is_there(target):
+    assert (ROOT / target).exists()
+
+
+def test_every_footgun_has_its_test_and_every_test_its_row():
+    linked = [name for name, _ in LINKS if name.startswith("test_")]
+    there = [name for name in vars(test_footguns) if name.startswith("test_")]
+    in_docstring = re.findall(r"\| (test_\w+) +\|", test_footguns.__doc__)
+    assert sorted(linked) == sorted(there) == sorted(in_docstring)
+
+
+@pytest.mark.parametrize("name", torch_bcg.__all__)
+def test_every_public_name_occurs(name):
+    assert re.search(rf"\b(torch_bcg\.)?{name}\b" if name != "bcg" else r"torch_bcg\.bcg\b", README)
+
+
+def test_the_commands_are_those_of_ci():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (commands,) = (b for b in blocks("") if b.startswith("pip install"))
+    assert "pip install '.[demo]' && python -m torch_bcg " in commands
+    assert "pip install '.[test]' && pytest " in commands
+    assert "pytest --require-cuda " in commands
+    assert "'.[test]'" in ci
+    assert "step pytest" in ci
+
+
+def test_length():
+    text = README.replace(between("options"), "")
+    words = len(re.sub(r"```.*?```", "", text, flags=re.DOTALL).split())
+    assert 700 <= words <= 1000, words

@@ -1,0 +1,102 @@
+"""Calls that are not replayed: the graph with plain functions, and never in silence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from torch_bcg import marking
+from torch_bcg.counters import counters
+from torch_bcg.errors import BCGWarning, CutError, EagerCallError, MovedError
+from torch_bcg.graph import modes
+from torch_bcg.graph.ir import Plan
+from torch_bcg.options import Options
+
+
+class Unrecorded:
+    """A graph that is never recorded: the plain functions at marked nodes, autograd and all."""
+
+    def __init__(
+        self, gm: fx.GraphModule, reason: str, options: Options, warn: bool = True
+    ) -> None:
+        self.forward = plain(gm)
+        self.reason, self.options, self.warn = reason, options, warn
+        self.warned: set[str] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the graph as it is."""
+        if self.warn:
+            tell_eager_call(self.reason, self.options, self.warned)
+        counters.eager_calls[self.reason] = counters.eager_calls.get(self.reason, 0) + 1
+        return self.forward(*args)
+
+
+def plain(gm: fx.GraphModule) -> Callable[..., Any]:
+    """``gm`` with the plain function at each marked operator, leaving no mode behind."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        function = marking.plain_function(node.target)
+        if function is not None:
+            node.target = function
+    forward = fx.GraphModule(gm, graph).forward
+    if not modes.has_modes(graph):
+        return forward
+
+    def guarded(*args: Any) -> Any:
+        with modes.preserved():
+            return forward(*args)
+
+    return guarded
+
+
+def tell_eager_call(reason: str, options: Options, warned: set[str]) -> None:
+    """``on_eager_call``: says once a reason that a call was not replayed."""
+    fix = (
+        "Call it under torch.inference_mode(), or torch.no_grad()."
+        if reason == "gradients"
+        else "torch_bcg.explain() shows the plan; on_eager_call='count' is silent."
+    )
+    if options.on_eager_call == "error":
+        raise EagerCallError(
+            "A call was not replayed.", where="call", expected="a replay", found=reason, fix=fix
+        )
+    if options.on_eager_call == "warn" and reason not in warned:
+        warned.add(reason)
+        warnings.warn(f"A call was not replayed: {reason}. {fix}", BCGWarning, stacklevel=4)
+
+
+def tell_moved(names: Sequence[str], options: Options) -> None:
+    """``on_moved``: static tensors of a live module lie elsewhere."""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if options.on_moved == "error":
+        raise MovedError(
+            f"Static tensors moved: {shown}.",
+            where="call",
+            expected="the addresses they were recorded at",
+            found="other addresses",
+            fix="Write into them with copy_, or choose on_moved='recapture'.",
+        )
+    warnings.warn(f"Static tensors moved, recording again: {shown}.", BCGWarning, stacklevel=5)
+
+
+def tell_cuts(plan: Plan, options: Options, warned: set[str]) -> None:
+    """``on_cut``: cuts that nobody marked."""
+    cuts = [r for r in plan.reasons if r.kind != "mark"]
+    if not cuts or options.on_cut == "accept":
+        return
+    if options.on_cut == "error":
+        raise CutError(
+            f"{plan.name} is cut where nothing is marked.",
+            where=str(cuts[0]),
+            expected="cuts at marked operations alone, as on_cut='error' asks",
+            found=f"{len(cuts)}: " + "; ".join(map(str, cuts)),
+            fix="Mark them with torch_bcg.eager_on_graph, or choose on_cut='accept'.",
+        )
+    for r in cuts:
+        if str(r) not in warned:
+            warned.add(str(r))
+            warnings.warn(f"{plan.name} is cut: {r}", BCGWarning, stacklevel=3)

@@ -1,0 +1,80 @@
+"""The shape of facts: what is known of a tensor, of a node, of a graph. See `graph.facts`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torch_bcg.graph.ir import TensorSpec
+
+Kind = Literal["input", "constant", "number", "view", "mode", "alloc", "kernel", "object", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFact:
+    """One tensor a node returns: its storage, its geometry, and why it cannot be in a slot ("")."""
+
+    storage: int
+    spec: TensorSpec
+    special: str = ""
+    unbacked: bool = False
+    overlapping: bool = False
+    lazy: tuple[bool, bool] = (False, False)  # conjugate and negative bits
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What one node does.
+
+    Attributes:
+        kind: see `Kind`; ``view`` and ``number`` nodes do no work and belong to no segment.
+        tensors: leaves of the result that are tensors, in order.
+        reads: storages its kernels read.
+        writes: storages its kernels write.
+        kernels: dispatched operations that are no view and no allocation.
+        operators: what it dispatched.
+        cause: (kind, detail) of an automatic cut, or None.
+        symbols: backed symbols in the sizes and strides of the result, or in a number.
+        live: the number differs from call to call for one key (unbacked, float, or not in a shape).
+        expr: expression of a number.
+        same_as: the argument it returns unchanged, or "".
+        random: draws random numbers.
+        is_tensor: the result is one tensor, not a sequence of them.
+    """
+
+    kind: Kind
+    tensors: tuple[TensorFact, ...] = ()
+    reads: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+    kernels: int = 0
+    operators: tuple[torch._ops.OpOverload, ...] = ()
+    cause: tuple[str, str] | None = None
+    symbols: frozenset[str] = frozenset()
+    expr: str = ""
+    same_as: str = ""
+    random: bool = False
+    is_tensor: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts of one graph.
+
+    Attributes:
+        nodes: by node name.
+        origin: storage -> name of the node that made it or brought it in.
+        device: the device whose kernels are recorded.
+        key_symbols: symbols that occur in a tensor's geometry; they make the key of a program.
+        whole: (kind, detail, node) that keeps the whole graph from being recorded, or None.
+        written: storages written by another node than the one that made them.
+    """
+
+    nodes: Mapping[str, NodeFacts]
+    origin: Mapping[int, str]
+    device: str
+    key_symbols: frozenset[str]
+    whole: tuple[str, str, str] | None
+    written: frozenset[int]
