@@ -18,6 +18,7 @@ def rows(*shape):
 CAUSES = {
     "nonzero": (lambda x: x.nonzero() * 2, ["data-dependent size"] * 2),
     "mask": (lambda x: x[x > 0].relu() + 1, ["data-dependent size"] * 3),
+    "inherited": (lambda x: x.nonzero().sum(), ["data-dependent size"] * 2),
     "item": (lambda x: x * x.sum().item(), ["host read"]),
     "setitem_mask": (lambda x: x.clone().__setitem__(x > 0, 0), ["host read"]),
     "plain": (lambda x: x.softmax(-1) @ x.t(), []),

@@ -123,6 +123,14 @@ def test_what_is_its_argument(name):
     assert found == ({"l_x_"} if name in UNCHANGED else set())
 
 
+def test_what_an_in_place_operation_returns_is_its_argument():
+    nodes = traced(lambda x: x.add_(1).t().mul_(2) + 1, rows()).facts.nodes
+    assert {name: n.same_as for name, n in nodes.items() if n.same_as} == {
+        "add_": "l_x_",
+        "mul_": "t",
+    }
+
+
 def test_the_same_calls_where_they_copy():
     for fn in (
         lambda x: x.t().contiguous(),

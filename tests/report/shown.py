@@ -102,5 +102,5 @@ def mixed():
 def shown(text):
     """Text but for lines of source files, numbers of graphs, and what Dynamo calls a symbol."""
     text = re.sub(r"\w+\.py:\d+", "FILE:LINE", str(text))
-    text = re.sub(r"\bgraph_\d{1,2}\b", "graph_N", text)
+    text = re.sub(r"\bgraph_(?:0|[1-9]\d*)\b", "graph_N", text)  # graph_000 is a segment
     return re.sub(r"\bs\d+\b", lambda m: "s" + "N" * (len(m[0]) - 1), text)
