@@ -8,17 +8,24 @@ import contextlib
 import functools
 
 import torch
-from torch import Tensor
 
 import torch_bcg.dynamo
 import torch_bcg.marking
+from mutants.recorders import (
+    executed,
+    fresh_operands,
+    fresh_outputs,
+    one_replay,
+    one_seed,
+    recorders,
+)
 from torch_bcg.dynamo import CompiledGraph
 from torch_bcg.graph import modes
 from torch_bcg.graph.plan import _Planner
 from torch_bcg.runtime import capture, memory, probe, steps
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.program import Program
-from torch_bcg.runtime.recorders import CudaRecorder, HostRecorder, Recording
+from torch_bcg.runtime.recorders import HostRecorder
 from torch_bcg.runtime.statics import Overlaps, Statics
 
 
@@ -173,67 +180,6 @@ def inference_slots(original):
             return original(spec, geometry)
 
     return allocate
-
-
-# Recorders.
-
-
-def recorders(change):
-    """The mutant in which both recorders return ``change(recording)``."""
-
-    def mutate(monkeypatch):
-        for recorder in (HostRecorder, CudaRecorder):
-            monkeypatch.setattr(recorder, "record", changed(recorder.record, change))
-
-    return mutate
-
-
-def changed(record, change):
-    return lambda recorder, *args: change(record(recorder, *args))
-
-
-def executed(recording):
-    """Recording runs the segment, as a warm-up would."""
-    recording.replay()
-    return recording
-
-
-def one_seed(recording):
-    def replay():
-        torch.manual_seed(0)
-        recording.replay()
-
-    return Recording(replay, recording.outputs, recording)
-
-
-def one_replay(recording):
-    done = []
-
-    def replay():
-        if not done:
-            done.append(recording.replay())
-
-    return Recording(replay, recording.outputs, recording)
-
-
-def fresh_operands(original):
-    """Runs the segment again, on copies of what it was given instead of at their addresses."""
-
-    def record(recorder, code, operands, allocate):
-        copies = [x.clone() if isinstance(x, Tensor) else x for x in operands]
-        return original(recorder, code, copies, allocate)
-
-    return record
-
-
-def fresh_outputs(original):
-    """Runs the segment again, and leaves its results where nobody looks."""
-
-    def record(recorder, code, operands, allocate):
-        recording = original(recorder, code, operands, allocate)
-        return Recording(recording.replay, tuple(o.clone() for o in recording.outputs))
-
-    return record
 
 
 MUTANTS = {

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 # The handle of the current stream of a device, without an object for it: 0.1 instead of 4 us.
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+_WAITS = "called a synchronizing CUDA operation"
 
 
 class Pool:
@@ -110,21 +114,30 @@ class CudaPool(Pool):
 
     @contextlib.contextmanager
     def sync_reports(self) -> Iterator[list[str]]:
-        """Collects what waits for the device, with PyTorch's own debug mode set to warn."""
+        """Collects what waits for the device, with PyTorch's own debug mode set to warn.
+
+        The mode is process-wide: what other threads wait for meanwhile is heard and not told.
+        """
         before = torch.cuda.get_sync_debug_mode()
-        found: list[str] = []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        here, found = threading.get_ident(), []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=_WAITS)
+            warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+            show = warnings.showwarning
+
+            def heard(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+                if not str(message).startswith(_WAITS):
+                    show(message, *args, **kwargs)
+                elif threading.get_ident() == here:
+                    found.append("waits for the device")
+
+            warnings.showwarning = heard
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield found
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        for w in caught:
-            if "synchronizing CUDA operation" in str(w.message):
-                found.append("synchronises with the device")
-            elif "Synchronization debug mode is a prototype" not in str(w.message):
-                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+                time.sleep(0.001)  # a thread about to warn still does it while it is heard here
 
     def reserved(self) -> int:
         """Bytes the allocator holds for this process."""

@@ -181,10 +181,10 @@ class Aliases:
 
     def expire(self) -> None:
         """Ends what was handed out."""
-        end = getattr(torch._C, "_set_storage_access_error_msg", None)
+        end = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
         for taken in self.out:
             if end is not None and taken.is_cuda:
-                end(taken, _STALE)
+                end(taken.untyped_storage()._cdata, _STALE)
         self.out.clear()
 
 

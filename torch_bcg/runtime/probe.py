@@ -46,23 +46,21 @@ def probe(
     Raises:
         OutputError: a marked function returned another shape, dtype or alias than its fake.
     """
-    run = _Probe(gm, plan, geometries, pool)
-    with modes.preserved():
+    run = _Probe(gm, plan, geometries)
+    with modes.preserved(), pool.sync_reports() as run.waits:
         result = run.run(*args)
     return result, tuple(run.found)
 
 
 class _Probe(fx.Interpreter):
-    def __init__(
-        self, gm: fx.GraphModule, plan: Plan, geometries: Mapping[str, Geometry], pool: Pool
-    ) -> None:
+    def __init__(self, gm: fx.GraphModule, plan: Plan, geometries: Mapping[str, Geometry]) -> None:
         super().__init__(gm)
         self.extra_traceback = False
         self.recorded = {n for s in plan.graph_segments for n in s.nodes}
         eager = {n for s in plan.segments if isinstance(s, EagerSegment) for n in s.nodes}
         self.bridges = {v.name: v for v in plan.values if v.home == "bridge" and v.name in eager}
         self.geometries = geometries
-        self.pool = pool
+        self.waits: list[str] = []
         self.found: list[Reason] = []
 
     def run_node(self, n: fx.Node) -> Any:
@@ -72,10 +70,11 @@ class _Probe(fx.Interpreter):
                 self.check(n, result)
             return result
         reads: list[str] = []
-        with self.pool.sync_reports() as waits, host_reads(reads.append):
+        before = len(self.waits)
+        with host_reads(reads.append):
             result = super().run_node(n)
-        if reads or waits:
-            why = f"Tensor.{reads[0]}" if reads else waits[0]
+        if reads or len(self.waits) > before:
+            why = f"Tensor.{reads[0]}" if reads else self.waits[-1]
             self.found.append(Reason("host read", n.name, where(n), f"{target_name(n)}, {why}"))
         return result
 
