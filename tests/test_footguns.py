@@ -18,6 +18,8 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 | a new shape is not replayed before its third call                | SILENT       | test_new_shapes               |
 | the fake of a marked function does not see autocast              | RAISED       | test_fake_under_autocast      |
 | the fake gives another shape than the function                   | RAISED       | test_wrong_fake               |
+| a mark that meets nothing in a graph                             | SILENT       | test_mark_that_meets_nothing  |
+| torch.utils.swap_tensors of a recorded parameter                 | RAISED       | test_swapped_parameter        |
 | a parameter is replaced: recorded again                          | WARNED       | test_replaced_parameter       |
 | gradients are needed: nothing is recorded                        | WARNED       | test_gradients                |
 | more shapes than max_programs: eager calls                       | WARNED       | test_max_programs             |
@@ -25,6 +27,8 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 | a marked function calls the compiled function: that call is eager| WARNED       | test_re_entry                 |
 | mode=                                                            | RAISED       | test_mode                     |
 """
+
+import gc
 
 import pytest
 import torch
@@ -259,6 +263,28 @@ def test_replaced_parameter(device):
         x = rows(device)
         assert_same(compiled(x), model(x))
     assert (counts.replays, counts.captures) == (1, 0)
+
+
+def test_mark_that_meets_nothing(device):
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="bcg", options={"mark": ["aten::mm"]})
+    calls(compiled, device, 2)
+    (plan,) = torch_bcg.explain(compiled).plans
+    assert [r.kind for r in plan.reasons] == []  # the remedy: explain lists the marks that were met
+
+
+def test_swapped_parameter(device):
+    model = nn.Linear(6, 6, device=device)
+    compiled = torch.compile(model, backend="bcg")
+    calls(compiled, device, 3)
+    new = nn.Parameter(torch.zeros(6, 6, device=device))
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(model.weight, new)
+    torch_bcg.reset(compiled)  # the remedy: nothing watches the parameter any more
+    gc.collect()
+    torch.utils.swap_tensors(model.weight, new)
+    with torch.inference_mode():
+        x = rows(device)
+        assert_same(compiled(x), model(x))
 
 
 def test_gradients(device):

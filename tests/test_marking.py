@@ -831,7 +831,7 @@ def test_texts_of_refusals():
   expected: tensors, numbers, strings, dtypes, devices, lists of them
   found: metadata: dict
   to do: pass tensors and numbers;
-    read objects inside, with torch_bcg.current_metadata or by a global
+    read objects inside, by a global
 [unknown type] unknown_type has an annotation that cannot be evaluated, so it cannot become an operator.
   where: FILE:LINE
   expected: types that its module knows when it runs
@@ -842,13 +842,13 @@ def test_texts_of_refusals():
   expected: tensors and numbers
   found: an argument 'self'
   to do: pass tensors and numbers;
-    read objects inside, with torch_bcg.current_metadata or by a global
+    read objects inside, by a global
 [varargs] many takes 'xs', which no operator can, so it cannot become an operator.
   where: FILE:LINE
   expected: tensors, numbers, strings, dtypes, devices, lists of them
   found: *xs: torch.Tensor
   to do: pass tensors and numbers;
-    read objects inside, with torch_bcg.current_metadata or by a global
+    read objects inside, by a global
 [odd return] odd_return does not say that it returns tensors, so it cannot become an operator.
   where: FILE:LINE
   expected: -> None, Tensor, a number, or a tuple of them
@@ -884,7 +884,7 @@ def test_texts_of_refusals():
   expected: tensors
   found: n: int
   to do: pass tensors and numbers;
-    read objects inside, with torch_bcg.current_metadata or by a global
+    read objects inside, by a global
 [name] 'attention' cannot be the name of an operator.
   where: FILE:LINE
   expected: "namespace::name", both of letters, digits and underscores

@@ -136,9 +136,13 @@ def drawn_calls(random):
 
     changing = random.random() < 0.5
     kinds = ["new", *(some(("new", "new", "same", "twice", "overlap", "strided", "buffer"), 0.6))]
-    rows, n, f = (some(v, 0.5 if changing else 0) for v in ((2, 3, 4), (1, 2, 3), (0.25, 1.5, -2.0)))
+    rows, n, f = (
+        some(v, 0.5 if changing else 0) for v in ((2, 3, 4), (1, 2, 3), (0.25, 1.5, -2.0))
+    )
     parts = zip(kinds, rows, n, f, strict=False)
-    return [dict(zip(("kind", "rows", "n", "f"), p, strict=True), seed=i) for i, p in enumerate(parts)]
+    return [
+        dict(zip(("kind", "rows", "n", "f"), p, strict=True), seed=i) for i, p in enumerate(parts)
+    ]
 
 
 def drawn_program(random, calls):
@@ -226,7 +230,10 @@ def test_a_random_program_gives_what_eager_gives(device, seed):
             got_args = arguments(call, mine, got_args)
             want_args = arguments(call, twins, want_args)
             want, got = fn(twins, *want_args), compiled(mine, *got_args)
-            ours, theirs = (got_args, dict(mine.state_dict()), got), (want_args, dict(twins.state_dict()), want)
+            ours, theirs = (
+                (got_args, dict(mine.state_dict()), got),
+                (want_args, dict(twins.state_dict()), want),
+            )
             assert_equal(ours, theirs)
             assert sharing(tensors_of(ours)) == sharing(tensors_of(theirs))
             assert returned_arguments(*ours) == returned_arguments(*theirs)

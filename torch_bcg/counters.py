@@ -37,13 +37,13 @@ class Stats:
 
     Attributes:
         probes: Calls run node by node to find out what cannot be recorded.
-        warming: Calls run for real because their shape or compiled segments were new.
+        warming: Calls run for real because their shape was new.
         captures: Programs recorded.
         replays: Calls answered by a program.
         eager_calls: Calls whose segments ran unrecorded, by the text of the reason.
         kernels: Kernels of replayed calls and eager calls, recorded or not.
         recorded_kernels: Those of ``kernels`` that a recording replayed.
-        copied_bytes: Bytes copied into and between slots and back to callers by replays.
+        copied_bytes: Bytes copied in, across cuts, back and out by replays by replays.
         pad_rows: Rows replayed only to fill a padded size.
         pool_bytes: Bytes that slots and recordings hold now.
         coverage: The shares that follow from these.

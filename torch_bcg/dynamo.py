@@ -18,7 +18,14 @@ from torch import fx
 
 from torch_bcg import marking
 from torch_bcg.counters import counters
-from torch_bcg.eager import Unrecorded, plain, tell_cuts, tell_eager_call, tell_moved
+from torch_bcg.eager import (
+    Unrecorded,
+    plain,
+    tell_cuts,
+    tell_eager_call,
+    tell_execute,
+    tell_moved,
+)
 from torch_bcg.errors import CaptureError, OptionError
 from torch_bcg.frame import needs_gradients, static_arguments, type_of_self
 from torch_bcg.graph.annotate import annotated
@@ -26,7 +33,7 @@ from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.inline import inlined, without_geometry_changes
 from torch_bcg.graph.ir import Plan, Reason
 from torch_bcg.graph.partition import partition
-from torch_bcg.graph.plan import make_plan
+from torch_bcg.graph.plan import NoAddressError, make_plan
 from torch_bcg.graph.sizes import geometries, key_reader
 from torch_bcg.options import Options
 from torch_bcg.report import files, trace
@@ -35,6 +42,7 @@ from torch_bcg.runtime.device import new_pool, pool_of, renew_pools
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.probe import probe
 from torch_bcg.runtime.program import Program
+from torch_bcg.runtime.statics import Statics
 
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 _number = itertools.count()
@@ -123,30 +131,39 @@ class CompiledGraph:
         self.found: dict[str, Reason] = {}
         self.lost: Reason | None = None
         self.programs: list[Program] = []
+        self.plan = Plan(self.name, self.facts.device, (), (), (), (), (), ())
         self.reset()
         self.tell()
         _graphs.add(self)
 
     def make_plan(self) -> None:
         """Facts, marks and what the probe found -> plan; programs of an older plan are freed."""
-        self.generation = marking.generation()
-        parts = partition(
-            self.gm,
-            self.facts,
-            self.mark_of,
-            self.found,
-            self.options.min_segment_kernels,
-        )
-        plan, self.lowering = make_plan(self.name, self.gm, self.facts, parts, self.static)
-        plan = annotated(plan, self.lowering)
+        generation = marking.generation()
+        plan = self.planned()
+        while isinstance(plan, NoAddressError):
+            self.found.update((n, Reason("no address", n)) for n in plan.nodes)
+            plan = self.planned()
         if self.lost is not None:
             plan = replace(plan, unrecorded=self.lost)
-        if getattr(self, "plan", None) != plan:
+        if self.plan != plan:
+            tell_cuts(plan, self.options, self.warned)
+            tell_execute(plan, self.options, self.warned)
             self.free()
-            self.plan: Plan = plan
+            self.plan = plan
             self.geometries = geometries(plan)
             self.key = key_reader(plan)
-            tell_cuts(plan, self.options, self.warned)
+        self.generation = generation
+
+    def planned(self) -> Plan | NoAddressError:
+        """One attempt: graph.partition, then graph.plan."""
+        parts = partition(
+            self.gm, self.facts, self.mark_of, self.found, self.options.min_segment_kernels
+        )
+        try:
+            plan, self.lowering = make_plan(self.name, self.gm, self.facts, parts, self.static)
+        except NoAddressError as values:
+            return values
+        return annotated(plan, self.lowering)
 
     def mark_of(self, node: fx.Node) -> marking.Mark | None:
         """The mark on a node: made for everybody, for this compile, or on the module that runs."""
@@ -156,30 +173,34 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         """One call: replay if there is a program, else run for real, and record if it is time."""
         with self.pool.lock:
-            if self.pool.busy:
-                return self.run_eagerly(args, "re-entry")
-            if self.pool.capturing():
-                return self.run_eagerly(args, "outer capture")
+            prevented = self.pool.prevented()
+            if prevented:
+                return self.run_eagerly(args, prevented)
             if self.generation != marking.generation():
                 self.make_plan()
             key = self.key(args)
             program = self.find(key, args)
             if program is None:
                 return self.run_for_real(key, args)
-            return self.replay(program, args)
+            return self.run_program(program, args)
 
     def replay(self, program: Program, args: Sequence[Any]) -> Any:
-        """Replays a program that fits these arguments, unless their memory overlaps."""
+        """A call that names its program, past Dynamo and the search for a key."""
         with self.pool.lock:
-            if self.pool.busy:
-                return self.run_eagerly(args, "re-entry")
-            if program.overlaps is not None and program.overlaps.found(args) is not None:
-                return self.run_eagerly(args, "overlapping arguments")
-            self.pool.order()
-            with self.pool.in_use():
-                result = program.replay(args)
-            self.count_replay(program)
-            return result
+            prevented = self.pool.prevented()
+            if prevented:
+                return self.run_eagerly(args, prevented)
+            return self.run_program(program, args)
+
+    def run_program(self, program: Program, args: Sequence[Any]) -> Any:
+        """Replays a program that fits these arguments, unless their memory overlaps."""
+        if program.overlaps is not None and program.overlaps.found(args) is not None:
+            return self.run_eagerly(args, "overlapping arguments")
+        self.pool.order()
+        with self.pool.in_use():
+            result = program.replay(args)
+        self.count_replay(program)
+        return result
 
     def find(self, key: tuple[int, ...], args: Sequence[Any]) -> Program | None:
         """The program of this key whose static tensors are these; the last used comes first."""
@@ -196,35 +217,35 @@ class CompiledGraph:
         if self.plan.unrecorded is not None:
             return self.run_eagerly(args, str(self.plan.unrecorded))
         self.drop_dead(args)
-        mine = sum(p.statics.match(args) for p in self.programs)
-        if mine >= self.options.max_programs:
+        most = self.options.max_programs
+        if sum(p.statics.match(args) for p in self.programs) >= most:
             return self.run_eagerly(args, "max_programs")
-        self.seen[key] = self.seen.get(key, 0) + 1
+        if self.wasted >= most:
+            return self.run_eagerly(args, "static tensors that are new at every call")
         self.pool.order()
-        if not self.probed:
-            result = self.run_probe(key, args)
-            self.hot.add(key)
-        else:
-            counters.warming += 1
-            with self.pool.in_use():
-                result = self.eager(*args)
-            if self.seen[key] >= 2:
-                self.hot.add(key)
-        if key in self.hot:
+        with self.pool.in_use():
+            result = self.run_warming(key, args) if self.probed else self.run_probe(key, args)
+        if self.seen[key] >= 2:
             self.record(key, args)
         return result
 
     def run_probe(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
         """The first call: its report adds cuts, with which the graph is planned again."""
         counters.probes += 1
-        with self.pool.in_use():
-            result, reasons = probe(self.gm, args, self.plan, self.geometries(*key), self.pool)
-        self.probed = True
+        result, reasons = probe(self.gm, args, self.plan, self.geometries(*key), self.pool)
+        self.found.update((r.node, r) for r in reasons)
         if reasons:
-            self.found.update((r.node, r) for r in reasons)
             self.make_plan()
+        self.probed = True
+        self.seen[key] = 2  # recorded at once: the probe looked at this very key
         self.tell()
         return result
+
+    def run_warming(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
+        """A call of a key or of static tensors not met before; the second of a key records."""
+        counters.warming += 1
+        self.seen[key] = self.seen.get(key, 0) + 1
+        return self.eager(*args)
 
     def record(self, key: tuple[int, ...], args: Sequence[Any]) -> None:
         """Captures a program; what fails to record is cut, with its error as the reason."""
@@ -262,8 +283,8 @@ class CompiledGraph:
 
     def run_eagerly(self, args: Sequence[Any], reason: str) -> Any:
         """An eager call: never silent."""
+        counters.eager_call(reason)
         tell_eager_call(reason, self.options, self.warned)
-        counters.eager_calls[reason] = counters.eager_calls.get(reason, 0) + 1
         counters.kernels += self.plan.kernels
         return self.eager(*args)
 
@@ -273,18 +294,26 @@ class CompiledGraph:
         if self.pool.lock.acquire(blocking=False):
             try:
                 if not self.pool.busy and program in self.programs:
+                    self.wasted += program.replays == 0
+                    self.departed = program.statics
                     self.programs.remove(program)
                     program.free()
             finally:
                 self.pool.lock.release()
 
     def drop_dead(self, args: Sequence[Any]) -> None:
-        """Frees programs whose static tensors are gone or lie elsewhere now."""
+        """Frees programs whose static tensors are gone or lie elsewhere now, and says so."""
+        if self.departed is not None:
+            replaced = self.departed.moved(args)
+            if replaced:
+                tell_moved(replaced, self.options)
+            self.departed = None
         for program in list(self.programs):
             names = program.statics.moved(args)
             if names:
                 tell_moved(names, self.options)
             if names or program.dead or program.statics.dead():
+                self.wasted += program.replays == 0
                 self.programs.remove(program)
                 program.free()
 
@@ -320,7 +349,8 @@ class CompiledGraph:
         self.found.clear()
         self.lost = None
         self.seen: dict[tuple[int, ...], int] = {}
-        self.hot: set[tuple[int, ...]] = set()
+        self.departed: Statics | None = None  # of the last program that lost a tensor
+        self.wasted = 0  # programs that died before their first replay
         self.probed = False
         self.make_plan()
 

@@ -12,6 +12,7 @@ from torch_bcg import marking
 from torch_bcg.counters import counters
 from torch_bcg.errors import BCGWarning, CutError, EagerCallError, MovedError
 from torch_bcg.graph import modes
+from torch_bcg.graph.inline import forget_arguments
 from torch_bcg.graph.ir import Plan
 from torch_bcg.options import Options
 
@@ -28,9 +29,9 @@ class Unrecorded:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the graph as it is."""
+        counters.eager_call(self.reason)
         if self.warn:
             tell_eager_call(self.reason, self.options, self.warned)
-        counters.eager_calls[self.reason] = counters.eager_calls.get(self.reason, 0) + 1
         return self.forward(*args)
 
 
@@ -38,6 +39,7 @@ def plain(gm: fx.GraphModule) -> Callable[..., Any]:
     """``gm`` with the plain function at each marked operator, leaving no mode behind."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    forget_arguments(graph)
     for node in graph.nodes:
         function = marking.plain_function(node.target)
         if function is not None:
@@ -81,6 +83,19 @@ def tell_moved(names: Sequence[str], options: Options) -> None:
             fix="Write into them with copy_, or choose on_moved='recapture'.",
         )
     warnings.warn(f"Static tensors moved, recording again: {shown}.", BCGWarning, stacklevel=5)
+
+
+def tell_execute(plan: Plan, options: Options, warned: set[str]) -> None:
+    """``execute="segments:a-b"`` that names no recorded segment of a graph."""
+    named = [s.index for s in plan.graph_segments if options.unrecorded(s.index)]
+    if options.execute.startswith("segments:") and plan.segments and not named:
+        text = (
+            f"execute={options.execute!r} names no recorded segment of {plan.name}, whose segments "
+            f"are 0 to {len(plan.segments) - 1}."
+        )
+        if text not in warned:
+            warned.add(text)
+            warnings.warn(text, BCGWarning, stacklevel=3)
 
 
 def tell_cuts(plan: Plan, options: Options, warned: set[str]) -> None:

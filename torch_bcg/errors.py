@@ -18,8 +18,6 @@ __all__ = [
     "MovedError",
     "OptionError",
     "OutputError",
-    "PlanError",
-    "StaleOutputError",
 ]
 
 
@@ -74,13 +72,6 @@ class MarkError(BCGError, TypeError):
     """
 
 
-class PlanError(BCGError):
-    """A graph cannot be planned as its author asked.
-
-    Raised while the plan is made, before any slot is allocated.
-    """
-
-
 class CutError(BCGError):
     """The graph was cut at an operation that nobody marked, and ``on_cut="error"`` is set.
 
@@ -91,7 +82,8 @@ class CutError(BCGError):
 class CaptureError(BCGError):
     """A segment could not be recorded.
 
-    Raised while a plan is turned into a program. Nothing of the caller's memory has changed.
+    Raised while a plan is turned into a program; nothing of the caller's memory has changed. Also
+    at a replay on the host whose memory was freed, a fault of this package.
 
     Attributes:
         segment: Index of the segment, -1 if unknown.
@@ -115,7 +107,7 @@ class HostReadError(BCGError):
 class OutputError(BCGError):
     """The real output of a marked function differs from that of its ``fake``.
 
-    Raised when shape, dtype or device differ, or when the output aliases memory that nobody
+    Raised when shape or dtype differ, or when the output aliases memory that nobody
     planned, while a recorded segment reads it.
     """
 
@@ -131,14 +123,6 @@ class EagerCallError(BCGError):
     """A call could not be replayed, and ``on_eager_call="error"`` is set.
 
     Raised before any of the segments runs. Probe and warming calls never raise it.
-    """
-
-
-class StaleOutputError(BCGError):
-    """An output of an earlier call was read after a replay had overwritten its memory.
-
-    Raised with ``outputs="alias"`` only, where outputs are valid until the next replay of any
-    program of the graph.
     """
 
 

@@ -13,7 +13,6 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
 from torch_bcg.dynamo import CompiledGraph
 from torch_bcg.frame import needs_gradients
-from torch_bcg.graph.annotate import annotated
 from torch_bcg.graph.ir import Plan
 from torch_bcg.options import Options
 from torch_bcg.programs import graphs_of
@@ -65,7 +64,7 @@ def explain(
     """
     if isinstance(fn, OptimizedModule) or innermost_fn(fn) is not fn:
         graphs = sorted(graphs_of(fn), key=lambda g: g.number)
-        plans = tuple(annotated(g.plan, g.lowering) for g in graphs)
+        plans = tuple(g.plan for g in graphs)
         return Explanation(plans, all(g.probed for g in graphs))
     chosen = Options.make(options)
 
@@ -88,7 +87,7 @@ class _Planner:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[object]) -> Callable[..., Any]:
         graph = CompiledGraph(gm, example_inputs, self.options)
         plan = dataclasses.replace(graph.plan, name=f"graph_{len(self.plans)}")
-        self.plans.append(annotated(plan, graph.lowering))
+        self.plans.append(plan)
         if needs_gradients(gm, example_inputs):
             self.gradients.append(plan.name)
         return graph.eager

@@ -28,7 +28,7 @@ class ProgramHandle:
         plan: the plan it was recorded from.
         sizes: value of each symbol of the plan.
         replays: calls so far.
-        bytes: memory of its slots and of values recorded on the host.
+        bytes: memory of its slots, and what the pool grew by when it was recorded.
         arguments: what a call takes: the graph's inputs that are no static tensor and no size.
     """
 
@@ -49,6 +49,11 @@ class ProgramHandle:
         for place, ref in zip(program.statics.places, program.statics.objects, strict=True):
             self._full[place] = ref()
         self._expected = [program.geometry_of(a) for a in self.arguments]
+
+    def __repr__(self) -> str:
+        """Name, sizes and figures."""
+        sizes = ", ".join(f"{s}={n}" for s, n in self.sizes.items())
+        return f"<program of {self.plan.name}({sizes}): {self.replays} replays, {self.bytes} bytes>"
 
     @property
     def replays(self) -> int:
@@ -135,12 +140,21 @@ def graphs_of(compiled: Callable[..., Any]) -> list[CompiledGraph]:
 
 def _functions(compiled: Callable[..., Any]) -> list[types.FunctionType]:
     """The Python functions whose code Dynamo may have compiled for ``compiled``."""
+    starts: list[Any] = [compiled]
     if isinstance(compiled, OptimizedModule):
-        compiled = compiled._orig_mod
-    if isinstance(compiled, torch.nn.Module):
-        compiled = compiled.forward
+        # Dynamo wraps the forward of torch's own modules: then the code is the wrapper's.
+        starts = [compiled.forward, compiled._orig_mod.forward]
+    elif isinstance(compiled, torch.nn.Module):
+        starts = [compiled.forward]
     functions: list[types.FunctionType] = []
-    current: Any = innermost_fn(compiled)
+    for start in starts:
+        functions += _unwrapped(innermost_fn(start))
+    return functions
+
+
+def _unwrapped(current: Any) -> list[types.FunctionType]:
+    """A function and those it wraps."""
+    functions: list[types.FunctionType] = []
     while current is not None:
         current = getattr(current, "__func__", current)
         if isinstance(current, types.FunctionType):

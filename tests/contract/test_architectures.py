@@ -37,32 +37,160 @@ EXPERTS = {**BASE, **KV, "num_local_experts": 4, "num_experts_per_tok": 2}
 FAST = {
     "Persimmon": ("ForCausalLM", BASE, "ids"),
     "GraniteMoe": ("ForCausalLM", EXPERTS, "ids"),
-    "XGLM": ("ForCausalLM", {"vocab_size": 128, "d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 256}, "ids"),
+    "XGLM": (
+        "ForCausalLM",
+        {
+            "vocab_size": 128,
+            "d_model": 64,
+            "num_layers": 2,
+            "attention_heads": 4,
+            "ffn_dim": 96,
+            "max_position_embeddings": 256,
+        },
+        "ids",
+    ),
     "ConvNext": ("Model", {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}, "pixels"),
-    "ResNet": ("Model", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, "pixels"),
+    "ResNet": (
+        "Model",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        "pixels",
+    ),
     "Pegasus": ("ForConditionalGeneration", SIDES, "two sides"),
 }
 SLOW = {
     "BioGpt": ("ForCausalLM", BASE, "ids"),
-    "CodeGen": ("ForCausalLM", {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256, "rotary_dim": 8}, "ids"),
-    "RecurrentGemma": ("ForCausalLM", {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96, "lru_width": 64, "attention_window_size": 16}, "ids"),
-    "Rwkv": ("ForCausalLM", {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "attention_hidden_size": 64, "context_length": 256}, "ids"),
+    "CodeGen": (
+        "ForCausalLM",
+        {
+            "vocab_size": 128,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 256,
+            "n_ctx": 256,
+            "rotary_dim": 8,
+        },
+        "ids",
+    ),
+    "RecurrentGemma": (
+        "ForCausalLM",
+        {
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "intermediate_size": 96,
+            "lru_width": 64,
+            "attention_window_size": 16,
+        },
+        "ids",
+    ),
+    "Rwkv": (
+        "ForCausalLM",
+        {
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "attention_hidden_size": 64,
+            "context_length": 256,
+        },
+        "ids",
+    ),
     "Olmoe": ("ForCausalLM", {**BASE, **KV, "num_experts": 4, "num_experts_per_tok": 2}, "ids"),
     "GptOss": ("ForCausalLM", {**EXPERTS, "head_dim": 16, "sliding_window": 16}, "ids"),
     "Phimoe": ("ForCausalLM", EXPERTS, "ids"),
     "Glm4": ("ForCausalLM", {**BASE, **KV, "head_dim": 16, "pad_token_id": 0}, "ids"),
-    "Mamba2": ("ForCausalLM", {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8}, "ids"),
+    "Mamba2": (
+        "ForCausalLM",
+        {
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 8,
+        },
+        "ids",
+    ),
     "Albert": ("ForMaskedLM", {**BASE, "embedding_size": 32}, "ids"),
     "XLMRoberta": ("ForMaskedLM", BASE, "ids"),
-    "DebertaV2": ("ForMaskedLM", {**BASE, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8}, "ids"),
+    "DebertaV2": (
+        "ForMaskedLM",
+        {**BASE, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8},
+        "ids",
+    ),
     "MPNet": ("ForMaskedLM", BASE, "ids"),
-    "Funnel": ("BaseModel", {"vocab_size": 128, "block_sizes": [1, 1], "d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 96}, "ids"),
+    "Funnel": (
+        "BaseModel",
+        {
+            "vocab_size": 128,
+            "block_sizes": [1, 1],
+            "d_model": 64,
+            "n_head": 4,
+            "d_head": 16,
+            "d_inner": 96,
+        },
+        "ids",
+    ),
     "CLIPVision": ("Model", VISION, "pixels"),
     "SiglipVision": ("Model", VISION, "pixels"),
-    "Swin": ("Model", {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}, "pixels"),
-    "Segformer": ("Model", {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2]}, "pixels"),
-    "Wav2Vec2": ("Model", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}, "audio"),
-    "Whisper": ("Model", {**SIDES, "num_mel_bins": 8, "max_source_positions": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}, "mel"),
+    "Swin": (
+        "Model",
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
+        "pixels",
+    ),
+    "Segformer": (
+        "Model",
+        {
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "num_attention_heads": [2, 4],
+            "mlp_ratios": [2, 2],
+        },
+        "pixels",
+    ),
+    "Wav2Vec2": (
+        "Model",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 96,
+            "conv_dim": [16, 16],
+            "conv_kernel": [10, 3],
+            "conv_stride": [5, 2],
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 16,
+            "num_conv_pos_embedding_groups": 4,
+        },
+        "audio",
+    ),
+    "Whisper": (
+        "Model",
+        {
+            **SIDES,
+            "num_mel_bins": 8,
+            "max_source_positions": 24,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        },
+        "mel",
+    ),
     "Bart": ("ForConditionalGeneration", SIDES, "ids"),
     "T5": ("ForConditionalGeneration", T5, "two sides"),
     "MT5": ("ForConditionalGeneration", T5, "two sides"),
@@ -82,7 +210,10 @@ def inputs(kind, length, device):
     if kind == "audio":
         return {"input_values": torch.randn(1, 400 + 20 * length, device=device)}
     if kind == "mel":
-        return {"input_features": torch.randn(2, 8, 48, device=device), "decoder_input_ids": ids(length)}
+        return {
+            "input_features": torch.randn(2, 8, 48, device=device),
+            "decoder_input_ids": ids(length),
+        }
     if kind == "two sides":
         return {"input_ids": ids(length), "decoder_input_ids": ids(length // 2)}
     return {"input_ids": ids(length)}
@@ -139,7 +270,17 @@ def test_generate(device, how, marked):
                 results = []
                 for m in (twin, model):
                     torch.manual_seed(seed)
-                    results.append(m.generate(ids, **{"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **choice}))
+                    results.append(
+                        m.generate(
+                            ids,
+                            **{
+                                "do_sample": False,
+                                "max_new_tokens": 8,
+                                "pad_token_id": 0,
+                                **choice,
+                            },
+                        )
+                    )
                 assert torch.equal(*results)
     finally:
         if handle is not None:

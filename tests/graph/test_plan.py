@@ -204,23 +204,21 @@ arguments: 2
   l_x_      slot  f32[4, 6]     96 bytes   copied in
 
 values: 4
-  out                                   recorded  f32[4, 6]  96 bytes  memory of a recorded segment, written
+  out                                   scratch   f32[4, 6]  96 bytes  allocated once a program, written
   tests_graph_test_plan_attend_default  bridge    f32[4, 6]  96 bytes  copied into its slot after the eager segment
   mul                                   recorded  f32[4, 6]  96 bytes  memory of a recorded segment
   getitem_1                             alias     f32[4, 6]  96 bytes  view of l_cache_
 
 segments: 3
   0 graph, 1 kernel
-      nodes       add_, out
+      nodes       add_
       reads       l_x_ (slot), l_cache_ (slot)
-      makes       out f32[4, 6] (recorded)
       copies back l_cache_
-      crosses     96 bytes: out
   1 eager, 2 kernels
       reason      mark: torch_bcg::twin_double_into (twin_double_into_default, FILE:LINE)
       reason      mark: torch_bcg::tests_graph_test_plan_attend (tests_graph_test_plan_attend_default, FILE:LINE)
       nodes       twin_double_into_default, tests_graph_test_plan_attend_default
-      reads       l_cache_ (slot), l_x_ (slot), out (recorded)
+      reads       l_cache_ (slot), l_x_ (slot), out (scratch)
       makes       tests_graph_test_plan_attend_default f32[4, 6] (bridge)
       crosses     96 bytes: tests_graph_test_plan_attend_default
   2 graph, 1 kernel

@@ -31,23 +31,22 @@ arguments: 5
 
 values: 3
   linear  recorded  f32[4, 32]  512 bytes  memory of a recorded segment
-  out     recorded  f32[4, 16]  256 bytes  memory of a recorded segment, written
+  out     scratch   f32[4, 16]  256 bytes  allocated once a program, written
   x       recorded  f32[4, 16]  256 bytes  memory of a recorded segment
 
 segments: 3
-  0 graph, 1 kernel, layers.0
-      nodes       linear, out
+  0 graph, 1 kernel, layers.0.up
+      nodes       linear
       reads       l_x_ (slot), 2 static tensors
-      makes       linear f32[4, 32] (recorded), out f32[4, 16] (recorded)
-      crosses     768 bytes: linear, out
+      makes       linear f32[4, 32] (recorded)
+      crosses     512 bytes: linear
   1 eager, 1 kernel, layers.0
       reason      mark: shown::attention (attention_default, FILE:LINE)
       nodes       attention_default
-      reads       linear (recorded), out (recorded)
-      crosses     256 bytes: out
+      reads       linear (recorded), out (scratch)
   2 graph, 3 kernels, layers.0
       nodes       linear_1, relu, x
-      reads       l_x_ (slot), out (recorded), 2 static tensors
+      reads       l_x_ (slot), out (scratch), 2 static tensors
       makes       x f32[4, 16] (recorded)
 
 outputs: 1

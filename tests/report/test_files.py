@@ -74,11 +74,7 @@ def test_code_of_a_segment(tmp_path):
 class graph_000(torch.nn.Module):
     def forward(self, l_self_modules_layers_modules_0_modules_up_parameters_weight_, l_self_modules_layers_modules_0_modules_up_parameters_bias_, l_x_):
         linear: "f32[4, 32][32, 1]cpu" = torch._C._nn.linear(l_x_, l_self_modules_layers_modules_0_modules_up_parameters_weight_, l_self_modules_layers_modules_0_modules_up_parameters_bias_);  l_x_ = l_self_modules_layers_modules_0_modules_up_parameters_weight_ = l_self_modules_layers_modules_0_modules_up_parameters_bias_ = None
-        chunk = linear.chunk(2, -1)
-        q: "f32[4, 16][32, 1]cpu" = chunk[0];  chunk = None
-
-        out: "f32[4, 16][16, 1]cpu" = torch.empty_like(q);  q = None
-        return (linear, out)""",
+        return (linear,)""",
     )
 
 

@@ -19,11 +19,10 @@ def test_marked_layer():
 graph_N on cpu: 4 of 5 kernels recorded, in 2 segments; 1 eager
 
 segments, in the order of a call
-    0 graph  1 kernel    layers.0
-          | 768 bytes: linear f32[4, 32], out f32[4, 16]
+    0 graph  1 kernel    layers.0.up
+          | 512 bytes: linear f32[4, 32]
     1 eager  1 kernel    layers.0
              mark: shown::attention (attention_default, FILE:LINE)
-          | 256 bytes: out f32[4, 16]
     2 graph  3 kernels   layers.0
 
 cuts
@@ -56,16 +55,15 @@ def test_alike_layers_are_folded():
 graph_N on cpu: 160 of 200 kernels recorded, in 41 segments; 40 eager
 
 segments, in the order of a call
-    0 graph  1 kernel    layers.0
-          | 768 bytes: linear f32[4, 32], out f32[4, 16]
+    0 graph  1 kernel    layers.0.up
+          | 512 bytes: linear f32[4, 32]
     1 eager  1 kernel    layers.0
              mark: shown::attention (attention_default, FILE:LINE)
-          | 256 bytes: out f32[4, 16]
     2 graph  4 kernels   layers
-          | 1,024 bytes: x f32[4, 16], linear_2 f32[4, 32], out_1 f32[4, 16]
+          | 768 bytes: x f32[4, 16], linear_2 f32[4, 32]
     3 eager  1 kernel    layers.1
              mark: shown::attention (attention_default_1, FILE:LINE)
-          | 512 bytes: x f32[4, 16], out_1 f32[4, 16]
+          | 256 bytes: x f32[4, 16]
   .. segments 4..79: 38 times segments 2..3, names apart, layers.2 to layers.39
    80 graph  3 kernels   layers.39
 

@@ -130,7 +130,7 @@ def _features() -> list[Check]:
         (TracingContext, "try_get", True, "symbolic sizes as Dynamo chose them"),
         (torch.Tag, "cudagraph_unsafe", True, "operators that say that they cannot be recorded"),
         (c, "_tensors_data_ptrs_at_indices_equal", False, "addresses compared in C++, else Python"),
-        (c, "_set_storage_data_ptr_access_error_msg", False, "reading a stale alias on a GPU raises"),
+        (c, "_set_storage_data_ptr_access_error_msg", False, "a stale alias raises on a GPU"),
         (c, "_construct_storage_from_data_pointer", False, "outputs='alias'"),
         (c, "_cuda_endAllocateToPool", False, "a pool is usable after a capture that failed"),
         (c, "_dispatch_get_all_op_names", False, "the nearest name, for a mark misspelled"),

@@ -32,6 +32,7 @@ class Dispatched(TorchDispatchMode):
     writes: list[torch.Tensor] = field(default_factory=list)
     operators: list[torch._ops.OpOverload] = field(default_factory=list)
     kernels: int = 0
+    allocations: int = 0
     masked: bool = False
     sent: bool = False
 
@@ -56,6 +57,7 @@ class Dispatched(TorchDispatchMode):
         if schema.name in _VIEWS_BY_NAME or (returns_view and not written):
             return out
         if schema.name in _ALLOCATIONS:
+            self.allocations += 1
             return out
         if schema.name in _INDEX_PUT and any(i.dtype in _MASKS for i in tensors_of(args[1])):
             self.masked = True

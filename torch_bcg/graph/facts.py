@@ -18,12 +18,15 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from torch_bcg.graph.dispatch import Dispatched, tensors_of
 from torch_bcg.graph.geometry import (
     geometry,
+    has_memory,
     is_number,
+    storage_id,
     target_name,
     version,
 )
@@ -32,11 +35,26 @@ from torch_bcg.graph.modes import is_mode, preserved
 from torch_bcg.graph.storages import Storages
 
 
-def fake_arguments(example_inputs: Sequence[object]) -> tuple[FakeTensorMode, list[object]]:
+def fake_arguments(example_inputs: Sequence[object]) -> tuple[FakeTensorMode, list[Any]]:
     """Fakes of Dynamo's example inputs in the mode it made for backends, with its own symbols.
 
     Without Dynamo (a plain FX graph) sizes are the numbers they are.
     """
+    mode, fakes = _faked(example_inputs)
+    seen: set[int] = set()
+    for i, x in enumerate(fakes):
+        if isinstance(x, torch.Tensor) and has_memory(x) and not is_traceable_wrapper_subclass(x):
+            if storage_id(x) in seen:
+                # The example arguments share memory; others will not, and Dynamo guards neither.
+                with mode:
+                    fakes[i] = x = torch.empty_strided(
+                        x.shape, x.stride(), dtype=x.dtype, device=x.device
+                    )
+            seen.add(storage_id(x))
+    return mode, fakes
+
+
+def _faked(example_inputs: Sequence[object]) -> tuple[FakeTensorMode, list[Any]]:
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None and context.fake_mode is not None else None
     if context is None or mode is None:
@@ -154,7 +172,7 @@ class _Pass:
             if version(tensor) != number:
                 writes.append(tensor)
             if geometry(tensor) != shape:
-                return self.moved(node, tensor)
+                return self.moved(node)
         if higher:  # its body is not seen: it may read and write all it is given
             seen.kernels, seen.reads, writes = 1, arguments, writes + arguments
         return self.result(node, None, seen, writes)
@@ -176,7 +194,7 @@ class _Pass:
     def operands(self, node: fx.Node) -> list[torch.Tensor]:
         return tensors_of([self.env[p] for p in node.all_input_nodes])
 
-    def moved(self, node: fx.Node, tensor: torch.Tensor) -> NodeFacts:
+    def moved(self, node: fx.Node) -> NodeFacts:
         """``set_``, ``resize_``, ``t_`` …: a name means other memory from here on."""
         self.whole = self.whole or ("changed geometry", target_name(node), node.name)
         return self.unknown_node(node, "changes the geometry of its argument")
@@ -212,8 +230,10 @@ class _Pass:
                 kind = "kernel"
             elif tensors and all(t.storage in inputs for t in tensors):
                 kind = "view"
-            elif tensors:
+            elif tensors and seen.allocations:
                 kind = "alloc"
+            elif tensors:  # from data of the host, which no dispatched operator shows
+                kind, seen.kernels = "kernel", 1
             else:
                 kind = "number" if all(is_number(x) for x in leaves) else "object"
         if kind == "input" and not tensors:
@@ -229,11 +249,10 @@ class _Pass:
             frozenset(str(s) for t in tensors_of(value) for s in self.storages.backed(t))
             | frozenset(str(s) for n in numbers for s in free_symbols(n)),
             self.storages.expr(value) if not tensors and all(map(is_number, leaves)) else "",
-            self.same_as(node, tensors, seen, bool(written))
-            if kind not in ("mode", "output")
-            else "",
+            self.same_as(node, tensors, seen, bool(written)),
             random,
             isinstance(value, torch.Tensor),
+            kind == "number" and node.op == "placeholder" and not numbers,
         )
 
     def cause(

@@ -21,7 +21,13 @@ class Homes:
     """Answers for one graph, its partition and its static arguments."""
 
     def __init__(
-        self, name: str, gm: fx.GraphModule, facts: Facts, parts: Partition, static: frozenset[str]
+        self,
+        name: str,
+        gm: fx.GraphModule,
+        facts: Facts,
+        parts: Partition,
+        static: frozenset[str],
+        touched_also: frozenset[int] = frozenset(),
     ) -> None:
         self.name, self.gm, self.facts, self.parts = name, gm, facts, parts
         self.nodes: dict[str, fx.Node] = {n.name: n for n in gm.graph.nodes}
@@ -39,7 +45,7 @@ class Homes:
             and facts.nodes[n.name].kind != "mode"
         }
         self.lowering = Lowering(gm, self.canonical, self.floats)
-        self.touched = self.touched_storages()
+        self.touched = self.touched_storages() | touched_also
         self.live = {n.name for n in parts.live}
         self.numbers = {n.name for n in parts.numbers}
         self.owner = self.owners()
@@ -80,7 +86,7 @@ class Homes:
         node, f = self.nodes[name], self.facts.nodes[name]
         if node.op == "placeholder":
             if not f.tensors:
-                return "size" if f.symbols and f.symbols <= self.facts.key_symbols else "number"
+                return "number" if name in self.live else "size"
             if name in self.static:
                 return "static"
             (t,) = f.tensors

@@ -29,7 +29,14 @@ def inlined(gm: fx.GraphModule) -> fx.GraphModule:
     _copy(gm, graph, env, prefix="")
     result = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
     result.meta = dict(gm.meta)
+    forget_arguments(result.graph)
     return result
+
+
+def forget_arguments(graph: fx.Graph) -> None:
+    """Drops Dynamo's references to the tensors it traced with; it drops its own after a compile."""
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)
 
 
 def without_geometry_changes(gm: fx.GraphModule, same_as: Mapping[str, str]) -> fx.GraphModule:

@@ -38,10 +38,10 @@ class NodeFacts:
         operators: what it dispatched.
         cause: (kind, detail) of an automatic cut, or None.
         symbols: backed symbols in the sizes and strides of the result, or in a number.
-        live: the number differs from call to call for one key (unbacked, float, or not in a shape).
         expr: expression of a number.
-        same_as: the argument it returns unchanged, or "".
+        same_as: the earlier node whose very tensor it returns, or "".
         random: draws random numbers.
+        given: an argument that is a plain number, of which Dynamo guarded nothing.
         is_tensor: the result is one tensor, not a sequence of them.
     """
 
@@ -57,6 +57,7 @@ class NodeFacts:
     same_as: str = ""
     random: bool = False
     is_tensor: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from torch_bcg.graph.ir import Segment
 from torch_bcg.graph.modes import ModeWriter, is_mode, modes_at
 from torch_bcg.marking import plain_function
 
@@ -38,38 +38,28 @@ class Lowering:
             fixed: which floats are bound outside.
             replaced: (node, argument) read from number slots.
         """
-        needs = Needs()
-        seen: set[str] = set()
-
-        @functools.cache
-        def stems(name: str) -> bool:
-            """Whether a float is remade from something in ``own``."""
-            name = name if name in own else self.canonical.get(name, name)
-            inputs = self.nodes[name].all_input_nodes if name in self.floats else ()
-            return name in own or any(stems(p.name) for p in inputs)
-
-        def visit(name: str) -> None:
-            if name not in own:
-                name = self.canonical.get(name, name)
-            if name in seen or name in own:
-                return
-            seen.add(name)
-            node = self.nodes[name]
-            if node.op == "get_attr" and name in self.floats:
-                needs.inside.add(name)
-            elif name in self.floats and (stems(name) or not fixed(name)):
-                needs.inside.add(name)
-                for p in node.all_input_nodes:
-                    visit(p.name)
-            else:
-                needs.outside.append(name)
-
+        walk = _Walk(self, own, fixed)
         for name in nodes:
             node = self.nodes[name]
             args = [a for i, a in enumerate(node.args) if (name, i) not in replaced]
-            fx.node.map_arg((args, node.kwargs), lambda p: visit(p.name))
-        needs.outside.sort(key=self.order.__getitem__)
-        return needs
+            fx.node.map_arg((args, node.kwargs), lambda p: walk.visit(p.name))
+        walk.needs.outside.sort(key=self.order.__getitem__)
+        return walk.needs
+
+    def segment(self, segment: Segment) -> fx.GraphModule:
+        """The module of one segment of a plan; an eager one calls plain functions directly."""
+        taken = (*segment.inputs, *segment.carried)
+        replaced = [(node, i) for node, i, _ in segment.number_slots]
+        needs = self.needs(segment.nodes, set(segment.nodes), taken.__contains__, replaced)
+        return self.lower(
+            f"{segment.kind}_{segment.index:03d}",
+            segment.nodes,
+            needs.inside,
+            taken,
+            segment.outputs,
+            segment.number_slots,
+            direct=segment.kind == "eager",
+        )
 
     def lower(
         self,
@@ -121,6 +111,43 @@ class Lowering:
         writer.close()
         graph.output(tuple(env[o] for o in outputs))
         return fx.GraphModule(self.gm, graph, class_name=name)
+
+
+class _Walk:
+    """Follows operands backwards until something that is bound outside or made inside."""
+
+    def __init__(self, lowering: Lowering, own: set[str], fixed: Callable[[str], bool]) -> None:
+        self.lowering, self.own, self.fixed = lowering, own, fixed
+        self.needs = Needs()
+        self.seen: set[str] = set()
+        self.stem: dict[str, bool] = {}
+
+    def stems(self, name: str) -> bool:
+        """Whether a value is made inside, or remade from something that is."""
+        lowering = self.lowering
+        name = name if name in self.own else lowering.canonical.get(name, name)
+        if name not in self.stem:
+            inputs = lowering.nodes[name].all_input_nodes if name in lowering.floats else ()
+            self.stem[name] = name in self.own or any(self.stems(p.name) for p in inputs)
+        return self.stem[name]
+
+    def visit(self, name: str) -> None:
+        """Sorts one operand into what is taken and what is remade."""
+        lowering = self.lowering
+        if name not in self.own:
+            name = lowering.canonical.get(name, name)
+        if name in self.seen or name in self.own:
+            return
+        self.seen.add(name)
+        node = lowering.nodes[name]
+        if node.op == "get_attr" and name in lowering.floats:
+            self.needs.inside.add(name)
+        elif name in lowering.floats and (self.stems(name) or not self.fixed(name)):
+            self.needs.inside.add(name)
+            for p in node.all_input_nodes:
+                self.visit(p.name)
+        else:
+            self.needs.outside.append(name)
 
 
 class Needs:

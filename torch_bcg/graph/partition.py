@@ -76,7 +76,9 @@ def partition(
         run.clear()
 
     for nodes, reasons in items:
-        if reasons:
+        if not reasons and sorter.is_like(nodes):
+            scratch.extend(nodes)
+        elif reasons:
             end_run()
             _append(stretches, nodes, reasons)
         else:

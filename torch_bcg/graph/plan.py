@@ -8,6 +8,7 @@ recorded one is bridged. All of it is decided per storage, so views never disagr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
@@ -42,12 +43,39 @@ def make_plan(
         parts: its stretches.
         static: names of the placeholders that keep their address between calls.
     """
-    planner = _Planner(name, gm, facts, parts, frozenset(static))
-    return planner.plan(), planner.lowering
+    touched: frozenset[int] = frozenset()
+    while True:
+        planner = _Planner(name, gm, facts, parts, frozenset(static), touched)
+        moving = planner.without_address()
+        more = {t.storage for n in moving for t in facts.nodes[n].tensors} - touched
+        if not moving:
+            return planner.plan(), planner.lowering
+        if not more:
+            raise NoAddressError({n.name for stretch in moving.values() for n in stretch.nodes})
+        # A view of several values needs them all, though a kernel reads only one of them.
+        touched |= more
+
+
+class NoAddressError(Exception):
+    """A recorded segment needs what has no address; ``nodes`` are to be cut."""
+
+    def __init__(self, nodes: set[str]) -> None:
+        super().__init__(sorted(nodes))
+        self.nodes = nodes
 
 
 class _Planner(Homes):
     """Segments, values and outputs of one graph, from the homes of its storages."""
+
+    @functools.cached_property
+    def slots(self) -> Mapping[tuple[str, int], NumberSlot]:
+        """Number slots by the operand that reads them."""
+        found = {}
+        for (node, index), number in self.parts.number_operands.items():
+            if not self.stretch[node.name].reasons:
+                dtype = self.facts.nodes[node.name].tensors[0].spec.dtype
+                found[node.name, index] = NumberSlot(f"{number.name}_{dtype}", number.name, dtype)
+        return found
 
     # segments
 
@@ -62,15 +90,7 @@ class _Planner(Homes):
         if unrecorded is not None:
             arguments = tuple(n.name for n in self.gm.graph.nodes if n.op == "placeholder")
             return Plan(self.name, self.facts.device, (), arguments, (), (), (), (), unrecorded)
-        slots = {
-            (node.name, index): NumberSlot(
-                f"{number.name}_{self.facts.nodes[node.name].tensors[0].spec.dtype}",
-                number.name,
-                self.facts.nodes[node.name].tensors[0].spec.dtype,
-            )
-            for (node, index), number in self.parts.number_operands.items()
-            if not self.stretch[node.name].reasons
-        }
+        slots = self.slots
         needs = [self.needs(s, slots) for s in self.parts.stretches]
         outputs = tuple(self.output(leaf) for leaf in self.leaves())
         named = {n for need in needs for n in need.outside}
@@ -114,11 +134,17 @@ class _Planner(Homes):
     def needs(self, stretch: Stretch, slots: Mapping[tuple[str, int], NumberSlot]) -> Needs:
         own = {n.name for n in stretch.nodes}
         replaced = () if stretch.reasons else slots.keys()
-        needs = self.lowering.needs((n.name for n in stretch.nodes), own, self.fixed, replaced)
-        moving = [n for n in needs.outside if not stretch.reasons and not self.fixed(n)]
-        if moving:
-            raise AssertionError(f"a recorded segment would read {moving}, which have no address")
-        return needs
+        return self.lowering.needs((n.name for n in stretch.nodes), own, self.fixed, replaced)
+
+    def without_address(self) -> dict[str, Stretch]:
+        """Values that a recorded stretch needs and that move between calls, with the stretch."""
+        return {
+            name: stretch
+            for stretch in self.parts.stretches
+            if not stretch.reasons
+            for name in self.needs(stretch, self.slots).outside
+            if not self.fixed(name)
+        }
 
     def segment(
         self,
@@ -172,7 +198,8 @@ class _Planner(Homes):
 
     def views(self, outputs: Iterable[Output], wanted: set[str]) -> Iterable[Value]:
         """Outputs that are views of arguments, by geometry."""
-        for name, base in dict.fromkeys((o.name, o.base) for o in outputs if o.delta):
+        pairs = ((o.name, o.base) for o in outputs if o.delta or (o.how == "clone" and o.base))
+        for name, base in dict.fromkeys(pairs):
             if name not in wanted:
                 (t,) = self.facts.nodes[name].tensors
                 yield Value(name, "alias", t.spec, t.storage, base)
@@ -202,7 +229,7 @@ class _Planner(Homes):
         if home in ("static", "slot"):
             return Output("view", name, owner)
         if home in FIXED:
-            return Output("clone", name)
+            return Output("clone", name, "" if self.fixed(name) else owner)
         return Output("carried", name)
 
     def stands_in(self, name: str, t: TensorFact) -> bool:

@@ -97,6 +97,14 @@ class Sorter:
         """Whether a node returns one tensor."""
         return self.facts.nodes[node.name].is_tensor
 
+    def is_like(self, nodes: list[fx.Node]) -> bool:
+        """Memory shaped like a value: it needs the shape alone, and no segment to make it."""
+        return (
+            len(nodes) == 1
+            and self.facts.nodes[nodes[0].name].kind == "alloc"
+            and any(self.facts.nodes[p.name].tensors for p in nodes[0].all_input_nodes)
+        )
+
     def is_effect(self, node: fx.Node) -> bool:
         """A call for its effect on the host that nobody here knows how to repeat."""
         f = self.facts.nodes[node.name]
@@ -118,7 +126,7 @@ class Sorter:
             return False  # an argument of a mode, copied with it
         if f.kind == "number" or self.is_argument_read(node, f):
             self.numbers.add(node)
-            given = node.op == "placeholder" and not f.symbols  # a number without a symbol
+            given = f.given
             if (
                 given
                 or not f.symbols <= self.facts.key_symbols
@@ -189,7 +197,9 @@ class Sorter:
             if target.name() in _CONTROL_FLOW:
                 return "control flow", target.name()
             bodies = [
-                p for p in node.all_input_nodes if p.op == "get_attr" and not _tensor(self.facts, p)
+                p
+                for p in node.all_input_nodes
+                if p.op == "get_attr" and not self.facts.nodes[p.name].tensors
             ]
             if bodies and not target.name().startswith("flex_attention"):
                 return "higher-order operator", target.name()
@@ -197,7 +207,8 @@ class Sorter:
             return "object result", name
         operands = [(p, t) for p in node.all_input_nodes for t in self.facts.nodes[p.name].tensors]
         for p, t in operands:
-            if t.overlapping and t.storage in f.reads | f.writes:
+            owner = self.origin(t.storage).tensors
+            if owner and owner[0].overlapping and t.storage in f.reads | f.writes:
                 return "overlapping memory", p.name
             if name in ("as_strided", "as_strided_") and self.origin(t.storage).kind == "input":
                 return "storage access", name
@@ -265,7 +276,3 @@ class Sorter:
         return (f.kind == "number" or self.is_argument_read(number, f)) and all(
             self.known_before_the_call(p) for p in number.all_input_nodes
         )
-
-
-def _tensor(facts: Facts, node: fx.Node) -> bool:
-    return bool(facts.nodes[node.name].tensors)

@@ -32,6 +32,8 @@ class _Operator:
     """One plain function and the operator that stands for it now."""
 
     def __init__(self, plain: Callable[..., Any], schema: str, fake: Callable[..., Any]) -> None:
+        # FX names what it calls by module, which a function made by exec() does not have.
+        plain.__module__ = plain.__module__ or "__main__"
         self.plain = plain
         self.schema = schema
         self.fake = fake

@@ -19,9 +19,7 @@ from torch_bcg.errors import MarkError
 
 __all__ = ["checked_fake", "place_of", "schema_of"]
 
-_READ_OBJECTS_INSIDE = (
-    "pass tensors and numbers;\nread objects inside, with torch_bcg.current_metadata or by a global"
-)
+_READ_OBJECTS_INSIDE = "pass tensors and numbers;\nread objects inside, by a global"
 _ODD_KINDS: dict[Callable[[object], bool], str] = {
     inspect.iscoroutinefunction: "async",
     inspect.isasyncgenfunction: "async",

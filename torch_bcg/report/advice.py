@@ -55,6 +55,8 @@ class Cause:
         """What to write; "" for a cut that was asked for."""
         if self.kind == "mark":
             return ""
+        if self.kind == "data-dependent size" and self.target.startswith("aten::"):
+            return f'{_ANNOTATE} (torch_bcg.eager_on_graph("{self.target}") marks every call of it)'
         if self.target:
             return f'To mark it: torch_bcg.eager_on_graph("{self.target}")'
         return _ADVICE.get(self.kind, _ANNOTATE)

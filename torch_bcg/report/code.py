@@ -6,7 +6,7 @@ import re
 
 from torch import fx
 
-from torch_bcg.graph.ir import Plan, Segment
+from torch_bcg.graph.ir import Plan
 from torch_bcg.graph.lower import Lowering
 
 
@@ -18,19 +18,4 @@ def graph_code(gm: fx.GraphModule) -> str:
 
 def segments_code(plan: Plan, lowering: Lowering) -> dict[int, str]:
     """Code of each segment, by index: recorded ones as they are recorded, eager ones as run."""
-    return {s.index: graph_code(_lowered(s, lowering)) for s in plan.segments}
-
-
-def _lowered(segment: Segment, lowering: Lowering) -> fx.GraphModule:
-    taken = (*segment.inputs, *segment.carried)
-    replaced = [(node, i) for node, i, _ in segment.number_slots]
-    needs = lowering.needs(segment.nodes, set(segment.nodes), set(taken).__contains__, replaced)
-    return lowering.lower(
-        f"{segment.kind}_{segment.index:03d}",
-        segment.nodes,
-        needs.inside,
-        taken,
-        segment.outputs,
-        segment.number_slots,
-        direct=segment.kind == "eager",
-    )
+    return {s.index: graph_code(lowering.segment(s)) for s in plan.segments}

@@ -62,12 +62,12 @@ class _Builder(Workspace):
 
     def build(self) -> Program:
         before = self.pool.reserved()
-        if self.aliases is not None:
-            self.steps.append(self.aliases.expire)
         self.bind_arguments()
         self.bind_memory()
         self.copy_in()
         self.numbers()
+        if self.aliases is not None:  # an argument may be what the last call handed out
+            self.steps.append(self.aliases.expire)
         for segment in self.plan.segments:
             if isinstance(segment, GraphSegment):
                 self.record(segment)
@@ -125,19 +125,8 @@ class _Builder(Workspace):
         fills = [(self.bound[s.name], sources.index(s.source)) for s in slots]
         self.steps.append(steps.fill_numbers(self.cells, forward, loads, fills))
 
-    def code(self, segment: Segment, direct: bool) -> fx.GraphModule:
-        kind = "graph" if isinstance(segment, GraphSegment) else "eager"
-        own = set(segment.nodes)
-        taken = {*segment.inputs, *segment.carried}
-        replaced = [(n, i) for n, i, _ in segment.number_slots]
-        needs = self.lowering.needs(segment.nodes, own, taken.__contains__, replaced)
-        return self.lowering.lower(
-            f"{kind}_{segment.index:03d}", segment.nodes, needs.inside,
-            (*segment.inputs, *segment.carried), segment.outputs, segment.number_slots, direct,
-        )  # fmt: skip
-
     def record(self, segment: GraphSegment) -> None:
-        code = self.code(segment, direct=False)
+        code = self.lowering.segment(segment)
         operands = [self.resolve(n) for n in segment.inputs]
         numbers = dict.fromkeys(s for _, _, s in segment.number_slots)
         operands += [self.bound[s] for s in numbers]
@@ -154,7 +143,7 @@ class _Builder(Workspace):
         self.steps.append(recording.replay)
 
     def run_eagerly(self, segment: Segment) -> None:
-        code = self.code(segment, direct=True)
+        code = self.lowering.segment(segment)
         bound = [self.resolve(n) for n in segment.inputs]
         loads = [self.cell_of(n) for n in segment.carried]
         forward = code.forward

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,10 @@ class Pool:
     def capturing(self) -> bool:
         """Whether somebody records the current stream."""
         return False
+
+    def prevented(self) -> str:
+        """Why no replay may begin now, or ""."""
+        return "re-entry" if self.busy else "outer capture" if self.capturing() else ""
 
     @contextlib.contextmanager
     def sync_reports(self) -> Iterator[list[str]]:
@@ -145,13 +150,14 @@ class CudaPool(Pool):
 
 
 _POOLS: dict[str, Pool] = {}
+_ALL: weakref.WeakSet[Pool] = weakref.WeakSet()  # with those that one graph has for itself
 _POOLS_LOCK = threading.Lock()
 
 
 def renew_pools() -> None:
     """Lets every pool go whose programs are gone."""
     with _POOLS_LOCK:
-        pools = list(_POOLS.values())
+        pools = list(_ALL)
     for pool in pools:
         with pool.lock:
             if not pool.busy:
@@ -169,7 +175,9 @@ def pool_of(device: str) -> Pool:
 def new_pool(device: str) -> Pool:
     """A pool that shares no memory with any other."""
     kind = torch.device(device)
-    return CudaPool(kind) if kind.type == "cuda" else Pool(kind)
+    pool = CudaPool(kind) if kind.type == "cuda" else Pool(kind)
+    _ALL.add(pool)
+    return pool
 
 
 @contextlib.contextmanager

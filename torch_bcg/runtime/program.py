@@ -35,6 +35,7 @@ class Program:
         cells, template: values of one call, and what is put back afterwards.
         result: the output leaves, from the cells.
         replays: calls so far.
+        dead: freed, or a static tensor is gone; it is not replayed again.
         copied_bytes: bytes copied in, back, across cuts and out in one call.
         recorded_kernels: kernels of one call that recordings launch.
         bytes: memory of its slots, and what the pool grew by when it was recorded.
@@ -60,7 +61,8 @@ class Program:
 
     def replay(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """One call: copy in, steps, outputs. The caller has checked key, addresses and overlaps."""
-        cells = self.cells
+        # Held here: what a marked function frees (it may call reset) lives until the call ends.
+        cells, template, _owners = self.cells, self.template, self.owners
         try:
             for cell, place in self.loads:
                 cells[cell] = args[place]
@@ -69,7 +71,7 @@ class Program:
             self.replays += 1
             return self.result(cells)
         finally:
-            cells[:] = self.template
+            cells[:] = template
 
     def geometry_of(self, argument: str) -> tuple[torch.Size, tuple[int, ...], torch.dtype] | None:
         """Shape, strides and dtype an argument was recorded with; None for a number."""
@@ -87,7 +89,4 @@ class Program:
         self.dead = True
         counters.pool_bytes -= self.bytes
         self.bytes = 0
-        self.steps.clear()
-        self.cells.clear()
-        self.template.clear()
-        self.owners.clear()
+        self.steps, self.cells, self.template, self.owners = [], [], [], []

@@ -110,7 +110,7 @@ class CudaRecorder:
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 outputs = interpret(code, operands)
-            except BaseException:
+            except BaseException:  # an interrupt too must end the capture
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 pool.abandon()
@@ -168,7 +168,7 @@ _HOST_READS = (
     "__bool__", "__int__", "__float__", "__index__", "__complex__",
 )  # fmt: skip
 _MOVES = ("to", "cuda", "copy_")  # a host read only if they cross between host and device
-_PATCHED = threading.RLock()
+_PATCHING = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def host_reads(found: Callable[[str], None]) -> Iterator[None]:
     the time being, under a lock; other threads keep the plain ones.
     """
     here = threading.get_ident()
-    with _PATCHED:
+    with _PATCHING:
         originals = {name: getattr(Tensor, name) for name in (*_HOST_READS, *_MOVES)}
         own = {name: Tensor.__dict__.get(name) for name in originals}
 

@@ -76,8 +76,7 @@ def fill_numbers(
     def step() -> None:
         numbers = forward(*[cells[i] for i in loads])
         for slot, i in fills:
-            number = numbers[i]
-            slot.fill_(number.item() if isinstance(number, Tensor) else number)
+            slot.fill_(numbers[i])
 
     return step
 
