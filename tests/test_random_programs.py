@@ -30,7 +30,7 @@ def pair(x: Tensor) -> tuple[Tensor, Tensor]:
     return x + 2, (x * 0.5).permute(*reversed(range(x.dim()))).contiguous()
 
 
-@torch_bcg.eager_on_graph(fake=lambda x, n, s: x.new_empty(x.shape))
+@torch_bcg.eager_on_graph(fake=lambda x, n, s: x.new_empty(x.shape, dtype=torch.result_type(x, s)))
 def scaled(x: Tensor, n: int, s: float) -> Tensor:
     """x s + n"""
     return (x * s + n).contiguous()
