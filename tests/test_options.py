@@ -201,3 +201,10 @@ def test_message_of_a_wrong_value() -> None:
 def test_a_wrong_variable_is_refused_even_where_an_option_wins() -> None:
     with pytest.raises(OptionError, match="'sometimes' is no value of 'execute'"):
         Options.make({"execute": "graphs"}, {"TORCH_BCG_EXECUTE": "sometimes"})
+
+
+def test_an_instance_made_by_hand_is_checked():
+    with pytest.raises(OptionError, match="max_programs"):
+        Options.make(Options(max_programs=-1), {})
+    for check in (Options(), Options(check=())):
+        assert Options.make(check, {}) == check

@@ -7,7 +7,6 @@ named on the way.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +37,11 @@ from torch_bcg.graph.sizes import geometries, key_reader
 from torch_bcg.options import Options
 from torch_bcg.report import files, trace
 from torch_bcg.runtime.capture import capture
+from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import new_pool, pool_of, renew_pools
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.probe import probe
 from torch_bcg.runtime.program import Program
-from torch_bcg.runtime.statics import Statics
 
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 _number = itertools.count()
@@ -130,7 +129,9 @@ class CompiledGraph:
         self.dump_directory, self.compile_id = files.chosen(options.dump), trace.compile_id()
         self.found: dict[str, Reason] = {}
         self.lost: Reason | None = None
-        self.programs: list[Program] = []
+        self.programs = Programs(self.pool)
+        self.seen: dict[tuple[int, ...], int] = {}  # real runs by key
+        self.probed = False
         self.plan = Plan(self.name, self.facts.device, (), (), (), (), (), ())
         self.reset()
         self.tell()
@@ -179,7 +180,7 @@ class CompiledGraph:
             if self.generation != marking.generation():
                 self.make_plan()
             key = self.key(args)
-            program = self.find(key, args)
+            program = self.programs.find(key, args, "address" in self.options.check)
             if program is None:
                 return self.run_for_real(key, args)
             return self.run_program(program, args)
@@ -202,25 +203,18 @@ class CompiledGraph:
         self.count_replay(program)
         return result
 
-    def find(self, key: tuple[int, ...], args: Sequence[Any]) -> Program | None:
-        """The program of this key whose static tensors are these; the last used comes first."""
-        every = "address" in self.options.check
-        for i, program in enumerate(self.programs):
-            if program.key == key and program.statics.match(args, every):
-                if i:
-                    self.programs.insert(0, self.programs.pop(i))
-                return program
-        return None
-
     def run_for_real(self, key: tuple[int, ...], args: Sequence[Any]) -> Any:
         """A call without a program: the probe, a warming call, or an eager one."""
         if self.plan.unrecorded is not None:
             return self.run_eagerly(args, str(self.plan.unrecorded))
-        self.drop_dead(args)
+        moved = self.programs.moved(args)
+        if moved:
+            tell_moved(moved, self.options)
+        self.programs.sweep(args)
         most = self.options.max_programs
-        if sum(p.statics.match(args) for p in self.programs) >= most:
+        if self.programs.of_the_set(args) >= most:
             return self.run_eagerly(args, "max_programs")
-        if self.wasted >= most:
+        if self.programs.wasted >= most:
             return self.run_eagerly(args, "static tensors that are new at every call")
         self.pool.order()
         with self.pool.in_use():
@@ -259,10 +253,8 @@ class CompiledGraph:
             except CaptureError as error:
                 self.cut(error)
                 continue
-            self.programs.insert(0, program)
-            program.statics.watch(functools.partial(_died, weakref.ref(self), weakref.ref(program)))
+            self.programs.add(program)
             counters.captures += 1
-            counters.pool_bytes += program.bytes
             self.tell()
             if self.dump is not None:
                 self.dump.captured(
@@ -288,35 +280,6 @@ class CompiledGraph:
         counters.kernels += self.plan.kernels
         return self.eager(*args)
 
-    def drop(self, program: Program) -> None:
-        """Frees a program whose static tensors are gone; at once, or before the next call."""
-        program.dead = True
-        if self.pool.lock.acquire(blocking=False):
-            try:
-                if not self.pool.busy and program in self.programs:
-                    self.wasted += program.replays == 0
-                    self.departed = program.statics
-                    self.programs.remove(program)
-                    program.free()
-            finally:
-                self.pool.lock.release()
-
-    def drop_dead(self, args: Sequence[Any]) -> None:
-        """Frees programs whose static tensors are gone or lie elsewhere now, and says so."""
-        if self.departed is not None:
-            replaced = self.departed.moved(args)
-            if replaced:
-                tell_moved(replaced, self.options)
-            self.departed = None
-        for program in list(self.programs):
-            names = program.statics.moved(args)
-            if names:
-                tell_moved(names, self.options)
-            if names or program.dead or program.statics.dead():
-                self.wasted += program.replays == 0
-                self.programs.remove(program)
-                program.free()
-
     def count_replay(self, program: Program) -> None:
         """What one replay adds to the counters."""
         counters.replays += 1
@@ -337,9 +300,7 @@ class CompiledGraph:
 
     def free(self) -> None:
         """Frees the programs; the next calls record again."""
-        for program in self.programs:
-            program.free()
-        self.programs.clear()
+        self.programs.free()
         if self.aliases is not None:
             self.aliases.expire()
 
@@ -348,15 +309,7 @@ class CompiledGraph:
         self.free()
         self.found.clear()
         self.lost = None
-        self.seen: dict[tuple[int, ...], int] = {}
-        self.departed: Statics | None = None  # of the last program that lost a tensor
-        self.wasted = 0  # programs that died before their first replay
+        self.seen.clear()
+        self.programs.wasted = 0
         self.probed = False
         self.make_plan()
-
-
-def _died(graph: weakref.ref[CompiledGraph], program: weakref.ref[Program], _: object) -> None:
-    """A static tensor of a program was garbage collected, at any moment, on any thread."""
-    g, p = graph(), program()
-    if g is not None and p is not None:
-        g.drop(p)

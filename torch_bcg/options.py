@@ -207,8 +207,9 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _given(options: Mapping[str, object] | Options | None) -> dict[str, Any]:
     """Check what the caller passed, name by name."""
-    if isinstance(options, Options):
-        return {f.name: getattr(options, f.name) for f in fields(Options)}
+    if isinstance(options, Options):  # made by hand, so not checked yet
+        made = {f.name: getattr(options, f.name) for f in fields(Options)}
+        options = {**made, "check": options.check or "off"}
     names = [f.name for f in fields(Options)]
     values = {}
     for name, value in (options or {}).items():

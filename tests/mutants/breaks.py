@@ -19,10 +19,10 @@ from mutants.recorders import (
     one_seed,
     recorders,
 )
-from torch_bcg.dynamo import CompiledGraph
 from torch_bcg.graph import modes
 from torch_bcg.graph.plan import _Planner
 from torch_bcg.runtime import capture, memory, probe, steps
+from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.recorders import HostRecorder
@@ -183,10 +183,10 @@ def inference_slots(original):
 
 
 MUTANTS = {
-    "never replays": replaced(CompiledGraph, "find", always(None)),
+    "never replays": replaced(Programs, "find", always(None)),
     "address not in the key": replaced(Statics, "match", always(True)),
     "moved tensors unseen": replaced(Statics, "moved", always([])),
-    "dead programs kept": replaced(CompiledGraph, "drop", always(None)),
+    "dead programs kept": replaced(Programs, "drop", always(None)),
     "programs not freed": replaced(Program, "free", always(None)),
     "inputs not copied in": replaced(steps, "copy_in", no_step),
     "inputs copied in once": replaced(steps, "copy_in", first_time_only),
