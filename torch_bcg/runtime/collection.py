@@ -82,10 +82,13 @@ class Programs:
         """Frees one program."""
         self.wasted += program.replays == 0
         self.list.remove(program)
+        self.pool.settle()
         program.free()
 
     def free(self) -> None:
         """Frees all of them."""
+        if self.list:
+            self.pool.settle()
         for program in self.list:
             program.free()
         self.list.clear()

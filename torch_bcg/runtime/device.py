@@ -39,6 +39,9 @@ class Pool:
     def order(self) -> None:
         """Makes the current stream wait for the last call, if that ran on another stream."""
 
+    def settle(self) -> None:
+        """Waits for the last replay, so that what it uses can be freed on any stream."""
+
     def capturing(self) -> bool:
         """Whether somebody records the current stream."""
         return False
@@ -112,6 +115,11 @@ class CudaPool(Pool):
         if self.last is not None and self.last != now:
             now.wait_stream(self.last)
         self.last, self.last_raw = now, raw
+
+    def settle(self) -> None:
+        """Waits for the last replay, so that what it uses can be freed on any stream."""
+        if self.last is not None and not self.capturing():
+            self.last.synchronize()
 
     def capturing(self) -> bool:
         """Whether somebody records the current stream."""
