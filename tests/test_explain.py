@@ -81,3 +81,12 @@ def test_only_the_graphs_of_what_was_asked():
     (plan,) = called(Untagged(), (torch.ones(3),)).plans
     assert torch_bcg.stats().captures == 2
     assert len(plan.segments) == 3
+
+
+def test_marks_that_were_met_are_not_listed():
+    def fn(x):
+        return torch.relu(x @ x) + 1
+
+    with torch.no_grad():
+        text = str(torch_bcg.explain(fn, {"mark": ["aten::relu", "aten::mm"]})(torch.ones(3, 3)))
+    assert "met nothing" not in text  # a product of matrices dispatches to aten::mm

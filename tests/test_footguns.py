@@ -268,8 +268,9 @@ def test_replaced_parameter(device):
 def test_mark_that_meets_nothing(device):
     compiled = torch.compile(lambda x: x * 2 + 1, backend="bcg", options={"mark": ["aten::mm"]})
     calls(compiled, device, 2)
-    (plan,) = torch_bcg.explain(compiled).plans
-    assert [r.kind for r in plan.reasons] == []  # the remedy: explain lists the marks that were met
+    explanation = torch_bcg.explain(compiled)  # the remedy
+    assert explanation.unmet == ("aten::mm",)
+    assert "Marks that met nothing here: aten::mm." in str(explanation)
 
 
 def test_swapped_parameter(device):

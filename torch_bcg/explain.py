@@ -14,6 +14,7 @@ from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 from torch_bcg.dynamo import CompiledGraph
 from torch_bcg.frame import needs_gradients
 from torch_bcg.graph.ir import Plan
+from torch_bcg.marking import resolve
 from torch_bcg.options import Options
 from torch_bcg.programs import graphs_of
 from torch_bcg.report.text import explanation
@@ -29,20 +30,27 @@ class Explanation:
         plans: one a graph, in the order in which Dynamo made them.
         probed: whether every graph ran once under the probe, whose cuts are then in the plans.
         gradients: names of plans whose call needed gradients, so that ``bcg`` would not record it.
+        unmet: marks given as options that met nothing in any plan.
     """
 
     plans: tuple[Plan, ...]
     probed: bool
     gradients: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = explanation(self.plans, self.probed)
-        if not self.gradients:
-            return text
-        return (
-            f"{text}\nCalled as here nothing of {', '.join(self.gradients)} is recorded: gradients "
-            "are needed.\nCall under torch.inference_mode() or torch.no_grad().\n"
-        )
+        if self.unmet:
+            text += (
+                f"\nMarks that met nothing here: {', '.join(self.unmet)}. What Dynamo did not take "
+                "into a graph,\nor spells as another operation, a mark does not meet.\n"
+            )
+        if self.gradients:
+            text += (
+                f"\nCalled as here nothing of {', '.join(self.gradients)} is recorded: gradients "
+                "are needed.\nCall under torch.inference_mode() or torch.no_grad().\n"
+            )
+        return text
 
 
 def explain(
@@ -65,15 +73,24 @@ def explain(
     if isinstance(fn, OptimizedModule) or innermost_fn(fn) is not fn:
         graphs = sorted(graphs_of(fn), key=lambda g: g.number)
         plans = tuple(g.plan for g in graphs)
-        return Explanation(plans, all(g.probed for g in graphs))
+        unmet = unmet_marks(plans, graphs[0].options) if graphs else ()
+        return Explanation(plans, all(g.probed for g in graphs), unmet=unmet)
     chosen = Options.make(options)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         planner = _Planner(chosen)
         torch.compile(fn, backend=planner)(*args, **kwargs)
-        return Explanation(tuple(planner.plans), probed=False, gradients=tuple(planner.gradients))
+        plans = tuple(planner.plans)
+        unmet = unmet_marks(plans, chosen)
+        return Explanation(plans, False, tuple(planner.gradients), unmet)
 
     return explained
+
+
+def unmet_marks(plans: Sequence[Plan], options: Options) -> tuple[str, ...]:
+    """Names of the marks in ``options`` that no node of ``plans`` met."""
+    met = {r.detail for plan in plans for r in plan.reasons if r.kind == "mark"}
+    return tuple(m.name for m in map(resolve, options.mark) if m.name not in met)
 
 
 class _Planner:
