@@ -24,7 +24,12 @@ NUMBER = itertools.count()
 NAMES = ("x0", "x1", "w", "b0", "b1")
 
 
-@torch_bcg.eager_on_graph(fake=lambda x: (torch.empty_like(x), x.new_empty(x.shape[::-1])))
+def empty_pair(x):
+    dtype = torch.result_type(x, 0.5)
+    return torch.empty_like(x), x.new_empty(x.shape[::-1], dtype=dtype)
+
+
+@torch_bcg.eager_on_graph(fake=empty_pair)
 def pair(x: Tensor) -> tuple[Tensor, Tensor]:
     """two results, the second with reversed dims"""
     return x + 2, (x * 0.5).permute(*reversed(range(x.dim()))).contiguous()

@@ -107,3 +107,13 @@ def test_memory_sent_from_the_host_is_not_recorded():
         return (x[index] * torch.tensor(x.shape[0], device=x.device)).sum(0)
 
     check(fn, lambda i: (rows("cuda"),))
+
+
+def test_a_wrong_fake_of_several_results_names_the_function(device):
+    @torch_bcg.eager_on_graph(fake=lambda x: (x.new_empty(x.shape), x.new_empty(3)))
+    def two_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, x * 2
+
+    compiled = torch.compile(lambda x: two_results(x)[1] * 2, backend="bcg")
+    with torch.no_grad(), pytest.raises(torch_bcg.errors.OutputError, match="two_results"):
+        compiled(rows(device))

@@ -7,6 +7,7 @@ already done its work, once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,8 @@ class _Probe(fx.Interpreter):
     def check(self, n: fx.Node, result: object) -> None:
         """What later nodes were planned for must be what the facts say."""
         value, place = self.made[n.name], f"{n.name}, {where(n)}"
-        name = target_name(n)
+        source = n.args[0] if n.target is operator.getitem else n
+        name = target_name(source if isinstance(source, fx.Node) else n)
         assert value.spec is not None
         size = self.geometries[n.name][0]
         dtype = getattr(torch, value.spec.dtype)
