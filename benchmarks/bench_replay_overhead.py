@@ -19,7 +19,6 @@ everything runs and is checked, but nothing is claimed.
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +38,7 @@ from harness import (
     table,
     wait_idle,
 )
-from layered import Case, ForInductor, Model, gate
+from layered import Case, ForInductor, check, gate
 from torch import Tensor
 from watch import Dispatched, calls_of
 
@@ -110,34 +109,6 @@ def make(case: Case, names: Sequence[str]) -> dict[str, Call]:
     return calls
 
 
-def tensor(result: Any) -> Tensor:
-    """The one tensor of a result."""
-    return tensor(result[0]) if isinstance(result, (tuple, list)) else result
-
-
-def check(case: Case, calls: dict[str, Call]) -> dict[str, float]:
-    """The largest relative error of each variant, against the model in float64.
-
-    Raises:
-        Refused: a variant is not as near to it as eager is, within a factor of two.
-    """
-    exact = Model(copy.deepcopy(case.layers).double())
-    worst = dict.fromkeys(calls, 0.0)
-    for x in case.inputs(3):
-        want = exact(x.double())
-
-        def error(result: Any, want: Tensor = want) -> float:
-            return float((tensor(result).double() - want).norm() / want.norm())
-
-        limit = 2 * error(case.model(x)) + 1e-6
-        for name, call in calls.items():
-            found = error(call(x))
-            if not found <= limit:  # NaN is refused as well
-                raise Refused(f"{name} is wrong: relative error {found:.2e}, limit {limit:.2e}.")
-            worst[name] = max(worst[name], found)
-    return worst
-
-
 def replays_of(call: Call, x: Tensor) -> int:
     """Recordings that one call replays, as far as Python sees it."""
     with calls_of(torch.cuda.CUDAGraph.replay.__code__) as replays:
@@ -179,11 +150,11 @@ def run(args: argparse.Namespace) -> None:
     case = Case(layers, args.width, args.tokens, device)
     made = make(case, sorted(names, key=lambda n: n != "reduce-overhead"))
     calls = {name: made[name] for name in names}
-    errors = check(case, calls)
+    errors = check(case, calls, case.inputs(3))
     inputs = case.inputs(8)
     replays = {name: replays_of(calls[name], inputs[0]) for name in names}
     samples = measure(calls, inputs, repeats, device)
-    check(case, calls)
+    check(case, calls, case.inputs(3))
 
     params = {"layers": layers, "width": args.width, "tokens": args.tokens, "device": str(device)}
     params |= {"dtype": str(case.dtype).removeprefix("torch.")}

@@ -1,9 +1,10 @@
 """What every benchmark here shares: where it ran, how it times, prints and saves.
 
-Times are host time from call to return, with the device idle before each call. All variants are
-timed in one run, one call each in turn: the order moves on by one every repeat and is reversed in
-every second one, so that no variant always follows the same other. Garbage collection is off
-meanwhile, and results are let go outside the timed span.
+Times are host time from call to return, or to the end of the device's work where a benchmark asks
+for that, with the device idle before each call. All variants are timed in one run, one call each in
+turn: the order moves on by one every repeat and is reversed in every second one, so that no variant
+always follows the same other. Garbage collection is off meanwhile, and results are let go outside
+the timed span.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import gc
+import itertools
 import json
 import os
 import platform
@@ -31,6 +33,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 import torch_bcg
+from torch_bcg.counters import Stats
+from torch_bcg.graph.ir import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 Call = Callable[[Tensor], Any]
@@ -84,12 +88,13 @@ def _commit() -> str | None:
 # options and progress
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with the options all benchmarks have; ``doc`` is the docstring of the module."""
+def parser(doc: str, only: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options of all benchmarks; ``doc`` is the docstring of the module."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--only", nargs="+", metavar="NAME", help="these alone")
+    if only:
+        made.add_argument("--only", nargs="+", metavar="NAME", help="these alone")
     made.add_argument("--out", type=Path, metavar="DIR", help="folder for the JSON")
     return made
 
@@ -141,10 +146,23 @@ def wait_idle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def fed(call: Call, inputs: Iterable[Tensor]) -> Call:
+    """``call`` with inputs of its own, one after the other, whatever it is given."""
+    given = itertools.cycle(inputs)
+    return lambda x: call(next(given))
+
+
 def measure(
-    calls: Mapping[str, Call], inputs: Sequence[Tensor], repeats: int, device: torch.device
+    calls: Mapping[str, Call],
+    inputs: Sequence[Tensor],
+    repeats: int,
+    device: torch.device,
+    wall: bool = False,
 ) -> dict[str, list[float]]:
-    """Microseconds from call to return, ``repeats`` for each of ``calls``, all in turn."""
+    """Microseconds from call to return, ``repeats`` for each of ``calls``, all in turn.
+
+    With ``wall`` a call ends when the device has done its work.
+    """
     names = list(calls)
     samples: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -160,6 +178,8 @@ def measure(
                     wait_idle(device)
                     start = time.perf_counter_ns()
                     result = call(x)
+                    if wall:
+                        wait_idle(device)
                     end = time.perf_counter_ns()
                     samples[name].append((end - start) / 1000)
                     del result
@@ -167,6 +187,23 @@ def measure(
     finally:
         gc.enable()
     return samples
+
+
+# what happened meanwhile
+
+
+def replayed(before: Stats, after: Stats) -> bool:
+    """Whether every graph was replayed between the two and nothing was run another way."""
+    others = ("probes", "warming", "captures", "eager_calls")
+    same = all(getattr(before, name) == getattr(after, name) for name in others)
+    return same and after.replays > before.replays
+
+
+def plans_of(compiled: Call) -> tuple[Plan, ...]:
+    """The plans of everything that was compiled for a function."""
+    explained: Any = torch_bcg.explain(compiled)
+    plans: tuple[Plan, ...] = explained.plans
+    return plans
 
 
 # results

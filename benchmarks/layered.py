@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +88,17 @@ class Case:
         self.layers.requires_grad_(False).eval()
         self.model = Model(self.layers)
 
-    def inputs(self, n: int) -> list[Tensor]:
-        """New ones each time: a stale result must show."""
-        return [torch.randn(self.shape, device=self.device, dtype=self.dtype) for _ in range(n)]
+    def inputs(self, n: int, rows: int | None = None) -> list[Tensor]:
+        """New ones each time: a stale result must show. ``rows``: how many, if not all tokens."""
+        shape = self.shape if rows is None else (rows, self.shape[1])
+        return [torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(n)]
+
+    def for_buckets(self, name: str, **options: Any) -> Call:
+        """Compiled by bcg for a number of rows that varies; ``name`` tells it from others."""
+        plain = Model.forward
+        code = plain.__code__.replace(co_name=f"forward_{name}")
+        own = type(Model.__name__, (Model,), {"forward": FunctionType(code, plain.__globals__)})
+        return torch.compile(own(self.layers), backend="bcg", dynamic=True, options=options)
 
     @functools.cached_property
     def compiled(self) -> Call:
@@ -108,3 +120,37 @@ class Case:
     def segments(self) -> int:
         """Steps of the program without its copies."""
         return len(self.program.plan.segments)
+
+
+def check(case: Case, calls: Mapping[str, Call], inputs: Sequence[Tensor]) -> dict[str, float]:
+    """The largest relative error of each variant, against the model in float64.
+
+    Raises:
+        Refused: a variant is not as near to it as eager is, within a factor of two.
+    """
+    exact = Model(copy.deepcopy(case.layers).double())
+    worst = dict.fromkeys(calls, 0.0)
+    for x in inputs:
+        want = exact(x.double())
+
+        def error(result: Any, want: Tensor = want) -> float:
+            return float((tensor(result).double() - want).norm() / want.norm())
+
+        limit = 2 * error(case.model(x)) + 1e-6
+        for name, call in calls.items():
+            found = error(call(x))
+            if not found <= limit:  # NaN is refused as well
+                raise Refused(f"{name} is wrong: relative error {found:.2e}, limit {limit:.2e}.")
+            worst[name] = max(worst[name], found)
+    return worst
+
+
+def tensor(result: Any) -> Any:
+    """The one tensor of a result."""
+    return tensor(result[0]) if isinstance(result, (tuple, list)) else result
+
+
+def distinct(width: int, rows: int) -> None:
+    """Refuses a first call in which two sizes are equal: Dynamo takes them for one."""
+    if width == rows:
+        raise Refused(f"the first call has {rows} rows; --width has to be another number.")

@@ -25,11 +25,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from harness import Record, Refused, check_names, parser, progress, save, table
+from harness import Record, Refused, check_names, parser, progress, replayed, save, table
 from watch import Launches, launches
 
 import torch_bcg
-from torch_bcg.counters import Stats
 
 ENOUGH = 0.95
 MOST_CALLS = 6  # probe, warming, capture: then it replays, or it never will
@@ -95,22 +94,15 @@ def mark_attention(zoo: ModuleType) -> None:
         torch_bcg.eager_on_graph(getattr(modeling, cls))
 
 
-def build(zoo: ModuleType, name: str) -> Callable[..., Any]:
-    """The model, random weights, on the GPU."""
+def build(zoo: ModuleType, name: str, device: str = DEVICE) -> Callable[..., Any]:
+    """The model, random weights, on the device."""
     import transformers
 
     cls, config_cls, values, _ = zoo.MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_cls)(**values)
     config.use_cache = False
-    return getattr(transformers, cls)(config).eval().to(DEVICE)
-
-
-def replayed(before: Stats, after: Stats) -> bool:
-    """Whether every graph was replayed between the two and nothing was run another way."""
-    others = ("probes", "warming", "captures", "eager_calls")
-    same = all(getattr(before, name) == getattr(after, name) for name in others)
-    return same and after.replays > before.replays
+    return getattr(transformers, cls)(config).eval().to(device)
 
 
 def look(zoo: ModuleType, name: str, lengths: Sequence[int]) -> Row:

@@ -63,9 +63,12 @@ eager_calls                      3
 kernels                     40,000
 recorded_kernels            38,000
 copied_bytes             1,048,576
+rows                             0
+replayed_rows                    0
 pad_rows                         0
 pool_bytes                       0
 coverage of calls            99.8%
+coverage of rows              0.0%
 coverage of kernels          95.0%""",
     )
 
@@ -75,7 +78,7 @@ def test_json_has_every_field(counters: Counters) -> None:
     read = json.loads(stats().json())
     assert list(read) == [f.name for f in dataclasses.fields(Stats)]
     assert read["eager_calls"] == {"re-entered": 1}
-    assert read["coverage"] == {"calls": 0.0, "kernels": 0.0}
+    assert read["coverage"] == {"calls": 0.0, "rows": 0.0, "kernels": 0.0}
 
 
 def test_stats_has_every_counter_and_says_its_unit() -> None:

@@ -12,17 +12,19 @@ ROOT = Path(__file__).resolve().parent.parent / "torch_bcg"
 
 # From the ground up; "" is the package itself, that is its __init__.py.
 ORDER = [
-    {"errors", "counters"},
+    {"errors", "counters", "option_values"},
     {"options", "marking"},
     {"graph"},
     {"metadata"},
     {"runtime"},
     {"report"},
     {"frame"},
+    {"rows"},
     {"eager"},
+    {"compiled"},
     {"dynamo"},
     {"programs"},
-    {"explain"},
+    {"explain", "warm_up"},
     {""},
     {"serving"},
     {"dsv4"},
@@ -33,6 +35,7 @@ LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 
 LOCAL_IMPORTS = {
     ("commands/tables.py", "rich"): "an optional extra: --json and doctor do without it",
+    ("warm_up.py", "rich"): "an optional extra: without it warming up logs instead",
 }
 CUDA = {
     "runtime/": "recorders and pools are the code for CUDA",

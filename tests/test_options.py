@@ -20,6 +20,11 @@ mark=()
 execute='graphs'
 check=('address',)
 outputs='clone'
+buckets=None
+bucket_dim=None
+rows='facts'
+pad=()
+max_padding=2.0
 max_programs=32
 min_segment_kernels=1
 on_cut='accept'
@@ -87,11 +92,74 @@ def test_execute_parsed(execute: str, unrecorded: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["off", ["off"], "address", ["address"], ("address",), "address, address"]
+    ("value", "want"),
+    [
+        ("off", ()),
+        (["off"], ()),
+        ("address", ("address",)),
+        (["address"], ("address",)),
+        (("address",), ("address",)),
+        ("address, address", ("address",)),
+        ("poison", ("poison",)),
+        ("verify,address", ("address", "verify")),
+        (["poison", "verify", "address"], ("address", "verify", "poison")),
+    ],
 )
-def test_check_takes_text_or_sequence(value: object) -> None:
-    want = () if "off" in value else ("address",)
+def test_check_takes_text_or_sequence(value: object, want: tuple[str, ...]) -> None:
     assert Options.make({"check": value}, {}).check == want
+    if isinstance(value, str):
+        assert Options.make(None, {"TORCH_BCG_CHECK": value}).check == want
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "want"),
+    [
+        ("buckets", None, None),
+        ("buckets", "none", None),
+        ("buckets", "None", None),
+        ("buckets", "ladder", "ladder"),
+        ("buckets", [256, 64, 128], (64, 128, 256)),
+        ("buckets", (64,), (64,)),
+        ("buckets", range(8, 25, 8), (8, 16, 24)),
+        ("buckets", "256, 64,128", (64, 128, 256)),
+        ("buckets", "64", (64,)),
+        ("bucket_dim", None, None),
+        ("bucket_dim", "none", None),
+        ("bucket_dim", ("input_ids", 1), ("input_ids", 1)),
+        ("bucket_dim", ["x", -1], ("x", -1)),
+        ("bucket_dim", "input_ids, 1", ("input_ids", 1)),
+        ("bucket_dim", "batch['ids'],1", ("batch['ids']", 1)),
+        ("rows", "facts", "facts"),
+        ("rows", "independent", "independent"),
+        ("pad", {}, ()),
+        ("pad", {"slots": 0, "bias": float("-inf")}, (("bias", float("-inf")), ("slots", 0))),
+        ("pad", (("slots", 0),), (("slots", 0),)),
+        ("pad", "slots=0, seq_lens=1", (("seq_lens", 1), ("slots", 0))),
+        ("pad", "scale=0.5", (("scale", 0.5),)),
+        ("max_padding", 1, 1.0),
+        ("max_padding", 1.5, 1.5),
+        ("max_padding", "4", 4.0),
+        ("max_padding", "inf", float("inf")),
+    ],
+)
+def test_what_is_padded_and_how(name: str, value: object, want: object) -> None:
+    made = Options.make({name: value}, {})
+    assert getattr(made, name) == want
+    assert type(getattr(made, name)) is type(want)
+    assert hash(made) == hash(Options.make(made, {}))
+    assert made == Options.make(made, {})
+    if isinstance(value, str):
+        assert Options.make(None, {f"TORCH_BCG_{name.upper()}": value}) == made
+
+
+def test_integers_of_pad_stay_integers() -> None:
+    made = Options.make(None, {"TORCH_BCG_PAD": "slots=0,scale=0.0"})
+    assert [type(number) for _, number in made.pad] == [float, int]
+
+
+def test_the_order_in_which_sizes_and_pads_are_given_is_no_difference() -> None:
+    one = Options.make({"buckets": [8, 4], "pad": {"a": 0, "b": 1}}, {})
+    assert one == Options.make({"buckets": (4, 8), "pad": {"b": 1, "a": 0}}, {})
 
 
 def test_marks_become_a_tuple() -> None:
@@ -133,6 +201,50 @@ def test_dump_takes_a_path(tmp_path: Path) -> None:
         ("mark", 7),
         ("dump", True),
         ("dump", ""),
+        ("check", "verify,verfy"),
+        ("buckets", "ladders"),
+        ("buckets", ""),
+        ("buckets", "64,,128"),
+        ("buckets", "64,64"),
+        ("buckets", []),
+        ("buckets", [64, 64]),
+        ("buckets", [0, 64]),
+        ("buckets", [-4]),
+        ("buckets", [64.0]),
+        ("buckets", ["64"]),
+        ("buckets", [True]),
+        ("buckets", 64),
+        ("buckets", {64: 1}),
+        ("bucket_dim", "input_ids"),
+        ("bucket_dim", ",1"),
+        ("bucket_dim", "input_ids,one"),
+        ("bucket_dim", ("input_ids",)),
+        ("bucket_dim", ("input_ids", 1, 2)),
+        ("bucket_dim", ("input_ids", True)),
+        ("bucket_dim", ("input_ids", "1")),
+        ("bucket_dim", (1, "input_ids")),
+        ("bucket_dim", 1),
+        ("rows", "all"),
+        ("rows", None),
+        ("pad", None),
+        ("pad", "slots"),
+        ("pad", "slots=x"),
+        ("pad", "=0"),
+        ("pad", "slots=0,slots=1"),
+        ("pad", ""),
+        ("pad", {"slots": "0"}),
+        ("pad", {"slots": True}),
+        ("pad", {"slots": None}),
+        ("pad", {"scale": float("nan")}),
+        ("pad", {0: 0}),
+        ("pad", {"": 0}),
+        ("pad", ["slots"]),
+        ("pad", 0),
+        ("max_padding", 0.5),
+        ("max_padding", "nan"),
+        ("max_padding", "double"),
+        ("max_padding", True),
+        ("max_padding", None),
     ],
 )
 def test_wrong_value(name: str, value: object) -> None:
@@ -142,7 +254,7 @@ def test_wrong_value(name: str, value: object) -> None:
     assert caught.value.found == repr(value)
 
 
-@pytest.mark.parametrize("later", ["inner", "buckets", "rows", "pad", "max_padding", "passes"])
+@pytest.mark.parametrize("later", ["inner", "passes"])
 def test_what_does_not_exist_yet_is_unknown(later: str) -> None:
     with pytest.raises(OptionError, match=f"There is no option '{later}'"):
         Options.make({later: None}, {})
@@ -161,8 +273,8 @@ def test_message_of_an_unknown_option() -> None:
         """\
 There is no option 'max_program'.
   where: torch.compile(..., options={...})
-  expected: mark, execute, check, outputs, max_programs, min_segment_kernels, on_cut,
-    on_eager_call, on_moved, dump
+  expected: mark, execute, check, outputs, buckets, bucket_dim, rows, pad, max_padding,
+    max_programs, min_segment_kernels, on_cut, on_eager_call, on_moved, dump
   found: max_program
   to do: did you mean max_programs?""",
     )
@@ -176,9 +288,10 @@ def test_message_of_an_unknown_variable() -> None:
         """\
 There is no variable 'TORCH_BCG_EXECUT'.
   where: the environment
-  expected: TORCH_BCG_EXECUTE, TORCH_BCG_CHECK, TORCH_BCG_OUTPUTS, TORCH_BCG_MAX_PROGRAMS,
-    TORCH_BCG_MIN_SEGMENT_KERNELS, TORCH_BCG_ON_CUT, TORCH_BCG_ON_EAGER_CALL,
-    TORCH_BCG_ON_MOVED, TORCH_BCG_DUMP
+  expected: TORCH_BCG_EXECUTE, TORCH_BCG_CHECK, TORCH_BCG_OUTPUTS, TORCH_BCG_BUCKETS,
+    TORCH_BCG_BUCKET_DIM, TORCH_BCG_ROWS, TORCH_BCG_PAD, TORCH_BCG_MAX_PADDING,
+    TORCH_BCG_MAX_PROGRAMS, TORCH_BCG_MIN_SEGMENT_KERNELS, TORCH_BCG_ON_CUT,
+    TORCH_BCG_ON_EAGER_CALL, TORCH_BCG_ON_MOVED, TORCH_BCG_DUMP
   found: TORCH_BCG_EXECUT
   to do: did you mean TORCH_BCG_EXECUTE?""",
     )
@@ -195,6 +308,67 @@ def test_message_of_a_wrong_value() -> None:
   expected: recapture, error
   found: 'recaptured'
   to do: did you mean recapture?""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("bucket", "buckets"),
+        ("bucketdim", "bucket_dim"),
+        ("row", "rows"),
+        ("pads", "pad"),
+        ("max_pading", "max_padding"),
+    ],
+)
+def test_the_nearest_name(wrong: str, right: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.make({wrong: None}, {})
+    assert caught.value.fix == f"did you mean {right}?"
+    with pytest.raises(OptionError) as caught:
+        Options.make(None, {f"TORCH_BCG_{wrong.upper()}": "1"})
+    assert caught.value.fix == f"did you mean TORCH_BCG_{right.upper()}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("buckets", "lader", "ladder"),
+        ("rows", "dependent", "independent"),
+        ("check", "verfy", "verify"),
+    ],
+)
+def test_the_nearest_value(name: str, wrong: str, right: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.make({name: wrong}, {})
+    assert caught.value.fix == f"did you mean {right}?"
+
+
+def test_message_of_a_wrong_pad() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.make(None, {"TORCH_BCG_PAD": "slots:0"})
+    assert_expected_inline(
+        str(caught.value),
+        """\
+'slots:0' is no value of 'pad'.
+  where: variable TORCH_BCG_PAD
+  expected: a mapping from argument to number, as in {"slots": 0} or slots=0
+  found: 'slots:0'
+  to do: use one of those, or leave it out""",
+    )
+
+
+def test_message_of_wrong_buckets() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.make({"buckets": [64, 64]}, {})
+    assert_expected_inline(
+        str(caught.value),
+        """\
+[64, 64] is no value of 'buckets'.
+  where: option 'buckets'
+  expected: None, ladder, distinct integers from 1 up, as in [64, 128] or 64,128
+  found: [64, 64]
+  to do: use one of those, or leave it out""",
     )
 
 

@@ -34,7 +34,8 @@ eager_on_graph
 explain
 programs
 reset
-stats""",
+stats
+warm_up""",
     )
 
 
@@ -47,6 +48,7 @@ def test_each_is_there_and_says_what_it_is(name):
 
 def test_signatures():
     functions = [torch_bcg.dump_to, torch_bcg.explain, torch_bcg.programs, torch_bcg.reset]
+    functions.append(torch_bcg.warm_up)
     shown = [f"{f.__name__}({', '.join(inspect.signature(f).parameters)})" for f in functions]
     marks = inspect.signature(torch_bcg.eager_on_graph).parameters
     assert_expected_inline(
@@ -56,6 +58,7 @@ dump_to(directory)
 explain(fn, options)
 programs(compiled)
 reset(compiled)
+warm_up(compiled, make_inputs, sizes, progress)
 eager_on_graph(target, mutates_args, fake, name, enable)""",
     )
 

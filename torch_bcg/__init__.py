@@ -8,6 +8,7 @@ from torch_bcg.marking import eager_on_graph
 from torch_bcg.options import Options
 from torch_bcg.programs import programs, reset
 from torch_bcg.report.files import dump_to
+from torch_bcg.warm_up import warm_up
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "programs",
     "reset",
     "stats",
+    "warm_up",
 ]

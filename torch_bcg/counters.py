@@ -22,10 +22,12 @@ class Coverage:
 
     Attributes:
         calls: Replays among replays and eager calls. Probe and warming calls are in neither.
+        rows: Rows replayed among the rows of those calls, of graphs with a padded size.
         kernels: Kernels replayed from recordings among all kernels of those calls.
     """
 
     calls: float
+    rows: float
     kernels: float
 
 
@@ -43,7 +45,9 @@ class Stats:
         eager_calls: Calls whose segments ran unrecorded, by the text of the reason.
         kernels: Kernels of replayed calls and eager calls, recorded or not.
         recorded_kernels: Those of ``kernels`` that a recording replayed.
-        copied_bytes: Bytes copied in, across cuts, back and out by replays by replays.
+        copied_bytes: Bytes copied in, across cuts, back and out by replays.
+        rows: Rows of replayed calls and eager calls, of graphs with a padded size.
+        replayed_rows: Those of ``rows`` that a program replayed.
         pad_rows: Rows replayed only to fill a padded size.
         pool_bytes: Bytes that slots and recordings hold now.
         coverage: The shares that follow from these.
@@ -57,6 +61,8 @@ class Stats:
     kernels: int
     recorded_kernels: int
     copied_bytes: int
+    rows: int
+    replayed_rows: int
     pad_rows: int
     pool_bytes: int
     coverage: Coverage
@@ -93,6 +99,8 @@ class Counters:
     kernels: int = 0
     recorded_kernels: int = 0
     copied_bytes: int = 0
+    rows: int = 0
+    replayed_rows: int = 0
     pad_rows: int = 0
     pool_bytes: int = 0
 
@@ -149,6 +157,7 @@ def stats() -> Stats:
     calls = counters.replays + sum(counters.eager_calls.values())
     coverage = Coverage(
         calls=_share(counters.replays, calls),
+        rows=_share(counters.replayed_rows, counters.rows),
         kernels=_share(counters.recorded_kernels, counters.kernels),
     )
     return Stats(**figures, coverage=coverage)

@@ -11,6 +11,7 @@ __all__ = [
     "BCGError",
     "BCGWarning",
     "CaptureError",
+    "CheckError",
     "CutError",
     "EagerCallError",
     "HostReadError",
@@ -94,6 +95,14 @@ class CaptureError(BCGError):
     segment: int = -1
     node: str = ""
     out_of_memory: bool = False
+
+
+class CheckError(BCGError):
+    """A check found that a replay is wrong: a segment gives another result than run eagerly.
+
+    Raised during the call, with ``check="verify"`` or ``check="poison"``, before its outputs are
+    returned; what earlier segments wrote stays written.
+    """
 
 
 class HostReadError(BCGError):

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
-from torch_bcg.dynamo import CompiledGraph
+from torch_bcg.compiled import CompiledGraph
 from torch_bcg.frame import needs_gradients
 from torch_bcg.graph.ir import Plan
 from torch_bcg.marking import resolve

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,3 +44,92 @@ def static_arguments(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fr
             or "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
         )
     )
+
+
+def argument_names(gm: fx.GraphModule) -> dict[str, str]:
+    """What the user calls each placeholder: ``input_ids``, ``batch['mask']``, ``rest[1]``.
+
+    Where Dynamo compiles a function that hands ``*args`` and ``**kwargs`` on, the names are those
+    of the function behind it, if that can be found; else they are ``args[0]`` and the like.
+
+    Args:
+        gm: Dynamo's own graph, while Dynamo calls the backend.
+
+    Returns:
+        A name for every placeholder whose origin Dynamo says; a size is called after its tensor,
+        ``input_ids.size()[1]``. Outside a compilation nothing has a name.
+    """
+    transaction = InstructionTranslator.current_tx() if TracingContext.try_get() else None
+    if transaction is None:
+        return {}
+    frame = getattr(transaction.output, "root_tx", None) or transaction
+    code, scope = frame.f_code, transaction.output.local_scope
+    behind = _parameters_behind(code, scope)
+    names = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        if source is not None:
+            text = source.name() if callable(source.name) else source.name  # by version of torch
+            names[node.name] = _readable(text, code, behind)
+    return names
+
+
+def _readable(text: str, code: types.CodeType, behind: Sequence[inspect.Parameter]) -> str:
+    """``L['args'][0].size()[1]`` -> ``input_ids.size()[1]``."""
+    found = re.fullmatch(r"[LG]\['(\w+)'\](.*)", text)
+    if found is None:
+        return text
+    name, rest = found.groups()
+    positional, keywords = _variable(code)
+    inner = re.match(r"\[(?:(\d+)|'(\w+)')\]", rest)
+    if inner is None or name not in (positional, keywords) or text[0] != "L":
+        return f"{name}{rest}"
+    after = rest[inner.end() :]
+    if name == keywords and inner[2]:
+        return f"{inner[2]}{after}"
+    place = code.co_argcount + int(inner[1]) if name == positional and inner[1] else len(behind)
+    return f"{behind[place].name}{after}" if place < len(behind) else f"{name}{rest}"
+
+
+def _variable(code: types.CodeType) -> tuple[str, str]:
+    """Names of ``*args`` and ``**kwargs`` of a function, "" where it has none."""
+    place = code.co_argcount + code.co_kwonlyargcount
+    names = []
+    for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS):
+        names.append(code.co_varnames[place] if code.co_flags & flag else "")
+        place += bool(code.co_flags & flag)
+    return names[0], names[1]
+
+
+def _parameters_behind(
+    code: types.CodeType, scope: Mapping[str, Any]
+) -> tuple[inspect.Parameter, ...]:
+    """The positional parameters of the function that a wrapper hands its arguments to."""
+    function = _function_behind(code, scope)
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values() if function else ()
+    except (TypeError, ValueError):  # a __signature__ somebody made up
+        parameters = ()
+    return tuple(p for p in parameters if p.kind in named)
+
+
+def _function_behind(code: types.CodeType, scope: Mapping[str, Any]) -> Any:
+    """What a wrapper calls: `functools.wraps` tells it of the forward of a module.
+
+    Else it is the one function or module in the closure of the wrapper, as in Dynamo's own wrapper
+    of a module.
+    """
+    positional, keywords = _variable(code)
+    if not positional:
+        return None
+    first = [scope.get(n) for n in code.co_varnames[: code.co_argcount]]
+    first += scope.get(positional, ())
+    if first and isinstance(first[0], torch.nn.Module):
+        forward = type(first[0]).forward
+        if getattr(forward, "__code__", None) is code and hasattr(forward, "__wrapped__"):
+            return forward
+    held = [scope.get(name) for name in code.co_freevars] if keywords else []
+    functions = [f.forward for f in held if isinstance(f, torch.nn.Module)]
+    functions += [f for f in held if isinstance(f, (types.FunctionType, types.MethodType))]
+    return functions[0] if len(functions) == 1 else None

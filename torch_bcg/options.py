@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
+from torch_bcg import option_values
 from torch_bcg.errors import OptionError
+from torch_bcg.option_values import CHECKS
 
 __all__ = ["CHECKS", "Options"]
 
-CHECKS = ("address",)
 _PREFIX = "TORCH_BCG_"
-_EXECUTE = re.compile(r"graphs|segments|off|segments:(\d+)(?:-(\d+))?")
 
 
 def _option(
@@ -34,60 +33,7 @@ def _option(
 
 def _choice(valid: tuple[str, ...], meaning: str) -> Any:
     """Make a field that takes one of some words, the first by default."""
-
-    def parse(value: object) -> str:
-        if value not in valid:
-            raise ValueError
-        return str(value)
-
-    return _option(valid[0], parse, valid, meaning)
-
-
-def _count(value: object) -> int:
-    if isinstance(value, str):
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError
-    return value
-
-
-def _execute(value: object) -> str:
-    found = _EXECUTE.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise ValueError
-    first, last = found.groups()
-    if last is not None and int(last) < int(first):
-        raise ValueError
-    return found.group()
-
-
-def _checks(value: object) -> tuple[str, ...]:
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)):
-        raise TypeError
-    names = [name.strip() if isinstance(name, str) else name for name in names]
-    if names == ["off"]:
-        return ()
-    if not names or any(name not in CHECKS for name in names):
-        raise ValueError
-    return tuple(name for name in CHECKS if name in names)
-
-
-def _marks(value: object) -> tuple[object, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError
-    return tuple(value)
-
-
-def _path(value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
-        raise TypeError
-    path = os.fspath(value)
-    if not isinstance(path, str) or not path:
-        raise ValueError
-    return path
+    return _option(valid[0], option_values.one_of(valid), valid, meaning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,37 +46,67 @@ class Options:
 
     mark: tuple[object, ...] = _option(
         (),
-        _marks,
+        option_values.marks,
         ("an iterable of what eager_on_graph takes",),
         "what runs eagerly in this compile only: anything `eager_on_graph` takes",
     )
     execute: str = _option(
         "graphs",
-        _execute,
+        option_values.execute,
         ("graphs", "segments", "segments:7", "segments:12-20", "off"),
         "`graphs` replays; `segments` runs the same segments unrecorded (`segments:7` and "
         "`segments:12-20` only those); `off` runs the graph as it came",
     )
     check: tuple[str, ...] = _option(
         ("address",),
-        _checks,
+        option_values.checks,
         ("off", *CHECKS),
         "`address` compares the address of everything recorded in place, at every call; "
-        "`off` does not",
+        "`verify` runs each replay again eagerly and names what differs; "
+        "`poison` fills what nobody may read; one or several, or `off`",
     )
     outputs: str = _choice(
         ("clone", "alias"),
         "`clone` gives the caller memory of its own; `alias` is valid until the next replay",
     )
+    buckets: Literal["ladder"] | tuple[int, ...] | None = _option(
+        None,
+        option_values.buckets,
+        ("None", "ladder", "distinct integers from 1 up, as in [64, 128] or 64,128"),
+        "sizes in rows that calls are padded to (`torch_bcg.warm_up` records them); "
+        "`None`: exact shapes",
+    )
+    bucket_dim: tuple[str, int] | None = _option(
+        None,
+        option_values.dimension,
+        ("None", 'an argument and a dim, as in ("input_ids", 1) or input_ids,1'),
+        "what is padded, where more than one size varies",
+    )
+    rows: str = _choice(
+        ("facts", "independent"),
+        "`independent` promises that no row depends on a later one, where facts cannot show it",
+    )
+    pad: tuple[tuple[str, float], ...] = _option(
+        (),
+        option_values.pads,
+        ('a mapping from argument to number, as in {"slots": 0} or slots=0',),
+        "value of padded rows; 0 for what is not named",
+    )
+    max_padding: float = _option(
+        2.0,
+        option_values.factor,
+        ("a number from 1 up",),
+        "a call padded to more than 32 rows and this many times its own is eager",
+    )
     max_programs: int = _option(
         32,
-        _count,
+        option_values.count,
         ("an integer from 1 up",),
         "programs of one graph and set of addresses; calls that would need one more are eager",
     )
     min_segment_kernels: int = _option(
         1,
-        _count,
+        option_values.count,
         ("an integer from 1 up",),
         "a segment with fewer kernels runs eagerly",
     )
@@ -148,7 +124,7 @@ class Options:
     )
     dump: str | None = _option(
         None,
-        _path,
+        option_values.path,
         ("a folder", "None"),
         "folder that graph, segments, plan and figures are written to",
     )
@@ -186,7 +162,7 @@ class Options:
         """Whether ``execute`` asks that the segment with this number runs unrecorded."""
         if self.execute in ("segments", "off"):
             return True
-        span = _EXECUTE.fullmatch(self.execute)
+        span = option_values.EXECUTE.fullmatch(self.execute)
         if span is None or span[1] is None:
             return False
         return int(span[1]) <= index <= int(span[2] or span[1])

@@ -13,7 +13,8 @@ from torch._dynamo.eval_frame import (  # the one place that looks into Dynamo's
     innermost_fn,
 )
 
-from torch_bcg.dynamo import CompiledGraph, bcg
+from torch_bcg.compiled import CompiledGraph
+from torch_bcg.dynamo import bcg
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.ir import Plan
 from torch_bcg.runtime.program import Program
@@ -39,6 +40,7 @@ class ProgramHandle:
             zip((s for s, _, _ in program.plan.symbols), program.key, strict=True)
         )
         homes = {v.name: v.home for v in self.plan.values}
+        self._specs = {v.name: v.spec for v in self.plan.values}
         self.arguments = tuple(a for a in self.plan.arguments if homes[a] not in ("static", "size"))
         self._full: list[Any] = [None] * len(self.plan.arguments)
         self._given = [self.plan.arguments.index(a) for a in self.arguments]
@@ -48,7 +50,7 @@ class ProgramHandle:
         # Held, not looked up at each call: while there is a handle its program's tensors live.
         for place, ref in zip(program.statics.places, program.statics.objects, strict=True):
             self._full[place] = ref()
-        self._expected = [program.geometry_of(a) for a in self.arguments]
+        self._rows = self._row_places()
 
     def __repr__(self) -> str:
         """Name, sizes and figures."""
@@ -75,16 +77,33 @@ class ProgramHandle:
         program, full = self._program, list(self._full)
         if len(args) != len(self._given):
             raise _unfit("number of arguments", str(len(self._given)), str(len(args)))
-        for name, place, expected, x in zip(
-            self.arguments, self._given, self._expected, args, strict=True
-        ):
-            if expected is not None and (x.shape, x.stride(), x.dtype) != expected:
-                raise _unfit(name, str(expected), str((x.shape, x.stride(), x.dtype)))
+        for place, x in zip(self._given, args, strict=True):
             full[place] = x
+        if self._rows is not None:
+            target, source, dim = self._rows
+            full[target] = full[source].shape[dim]
         if program.dead or not program.statics.match(full):
             raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
+        key = self._graph.key(full)
+        if self._graph.rows.key_for(key) != program.key:
+            raise _unfit("sizes", f"those of {dict(self.sizes)}", str(key))
+        expected = program.at(key).geometries
+        for name, x in zip(self.arguments, args, strict=True):
+            if name in expected and (tuple(x.shape), x.stride()) != expected[name][:2]:
+                raise _unfit(name, str(expected[name][:2]), str((tuple(x.shape), x.stride())))
+            spec = self._specs[name]
+            if spec is not None and x.dtype != getattr(torch, spec.dtype):
+                raise _unfit(name, spec.dtype, str(x.dtype))
         outputs: tuple[Any, ...] = self._graph.replay(program, full)
         return outputs
+
+    def _row_places(self) -> tuple[int, int, int] | None:
+        """The argument that is the padded size as a number, and the tensor and dim that have it."""
+        padding, names = self.plan.padding, self.plan.arguments
+        for symbol, argument, dim in self.plan.symbols:
+            if padding is not None and symbol == padding.symbol and dim < 0:
+                return names.index(argument), names.index(padding.argument), padding.dim
+        return None
 
 
 def _unfit(what: str, expected: str, found: str) -> BCGError:

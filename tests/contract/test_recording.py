@@ -37,7 +37,7 @@ def two_cuts(x):
 
 
 def the_plan():
-    graph = torch_bcg.dynamo.live_graphs()[-1]
+    graph = torch_bcg.compiled.live_graphs()[-1]
     return graph.plan
 
 

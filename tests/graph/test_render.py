@@ -212,7 +212,7 @@ def test_bytes_are_expressions():
 
 
 def test_annotating_again_changes_nothing():
-    from torch_bcg.dynamo import live_graphs
+    from torch_bcg.compiled import live_graphs
 
     called(Mixed(), (torch.ones(2), torch.zeros(()), 1.0))
     graph = live_graphs()[-1]

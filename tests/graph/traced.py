@@ -32,14 +32,14 @@ class Traced(NamedTuple):
         return list(self.facts.nodes.values())[-2]
 
 
-def traced(fn, *args, **kwargs):
+def traced(fn, *args, rows_of=None, **kwargs):
     """The only graph of ``fn``, in the compiling context of a backend."""
     seen = []
 
     def backend(gm, example_inputs):
         shapes = TracingContext.get().fake_mode.shape_env
         before = len(shapes.guards)
-        facts = facts_of(gm, example_inputs)
+        facts = facts_of(gm, example_inputs, rows_of)
         seen.append(Traced(gm, facts, len(shapes.guards) - before))
         return gm.forward
 

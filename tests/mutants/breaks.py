@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+import torch_bcg.compiled
 import torch_bcg.dynamo
 import torch_bcg.marking
 from mutants.recorders import (
@@ -21,7 +22,7 @@ from mutants.recorders import (
 )
 from torch_bcg.graph import modes
 from torch_bcg.graph.plan import _Planner
-from torch_bcg.runtime import capture, memory, probe, steps
+from torch_bcg.runtime import binding, memory, probe, steps
 from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.program import Program
@@ -100,14 +101,14 @@ def views_of_slots(original):
     """A returned view of an input is one of the slot the input was copied into."""
 
     def view_out(builder, cell, output):
-        cells, view = builder.cells, builder.resolve(output.name)
+        cells, view = builder.cells, builder.space.resolve(output.name)
         return functools.partial(cells.__setitem__, cell, view)
 
     return view_out
 
 
 def copies_back_at_the_end(monkeypatch):
-    copy_back, outputs = capture._Builder.copy_back, capture._Builder.outputs
+    copy_back, outputs = binding._Binder.copy_back, binding._Binder.outputs
 
     def later(builder, segment):
         builder.__dict__.setdefault("late", []).append(segment)
@@ -117,19 +118,19 @@ def copies_back_at_the_end(monkeypatch):
             copy_back(builder, segment)
         return outputs(builder)
 
-    monkeypatch.setattr(capture._Builder, "copy_back", later)
-    monkeypatch.setattr(capture._Builder, "outputs", and_then_outputs)
+    monkeypatch.setattr(binding._Binder, "copy_back", later)
+    monkeypatch.setattr(binding._Binder, "outputs", and_then_outputs)
 
 
 def values_stay(original):
     """The arguments of a call are kept until the next."""
 
-    def replay(program, args):
+    def replay(program, args, bound):
         try:
-            return original(program, args)
+            return original(program, args, bound)
         finally:
-            for cell, place in program.loads:
-                program.cells[cell] = args[place]
+            for cell, place in bound.loads:
+                bound.cells[cell] = args[place]
 
     return replay
 
@@ -175,11 +176,11 @@ def never_left(original):
 
 
 def inference_slots(original):
-    def allocate(spec, geometry):
+    def over(*args):
         with torch.inference_mode():
-            return original(spec, geometry)
+            return original(*args)
 
-    return allocate
+    return over
 
 
 MUTANTS = {
@@ -194,11 +195,11 @@ MUTANTS = {
     "writes copied back once": replaced(steps, "copy_back", first_time_only),
     "writes copied back at the end": copies_back_at_the_end,
     "overlap unseen": replaced(Overlaps, "found", always(None)),
-    "eager calls silent": replaced(torch_bcg.dynamo, "tell_eager_call", always(None)),
+    "eager calls silent": replaced(torch_bcg.compiled, "tell_eager_call", always(None)),
     "outputs in program memory": replaced(memory, "out_of", program_memory),
     "outputs cloned apart": replaced(memory, "out_of", a_clone_each),
     "outputs cloned once": replaced(steps, "hand_out", first_time_only),
-    "views of slots returned": replaced(capture._Builder, "view_out", views_of_slots),
+    "views of slots returned": replaced(binding._Binder, "view_out", views_of_slots),
     "arguments remade once": replaced(steps, "remake_out", first_time_only),
     "eager values lost": replaced(steps, "eager", without_stores),
     "eager segments run once": replaced(steps, "eager", first_time_only),
@@ -208,14 +209,14 @@ MUTANTS = {
     ),
     "cells not cleared": replaced(Program, "replay", values_stay),
     "numbers filled once": replaced(steps, "fill_numbers", first_time_only),
-    "sizes not in the key": replaced(torch_bcg.dynamo, "key_reader", first_key),
+    "sizes not in the key": replaced(torch_bcg.compiled, "key_reader", first_key),
     "modes left behind": replaced(modes, "preserved", lambda original: no_context),
     "modes not put in force": replaced(modes.ModeWriter, "change", always(None)),
-    "slots made in inference mode": replaced(memory, "allocate", inference_slots),
+    "slots made in inference mode": replaced(memory, "over", inference_slots),
     "one seed": recorders(one_seed),
     "recorded segments replayed once": recorders(one_replay),
     "recording executes": recorders(executed),
-    "probed twice": replaced(torch_bcg.dynamo, "probe", twice),
+    "probed twice": replaced(torch_bcg.compiled, "probe", twice),
     "re-entry unseen": replaced(Pool, "in_use", lambda original: no_context),
     "in use after an exception": replaced(Pool, "in_use", never_left),
     "later marks unseen": replaced(torch_bcg.marking, "generation", always(0)),

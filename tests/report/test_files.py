@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from report.shown import Layers, Mixed, Untagged, shown
-from torch_bcg.dynamo import live_graphs
+from torch_bcg.compiled import live_graphs
 from torch_bcg.graph.annotate import annotated
 from torch_bcg.graph.ir import Plan
 from torch_bcg.report import files

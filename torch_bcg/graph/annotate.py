@@ -16,6 +16,7 @@ from torch_bcg.marking.names import find_named, spelled
 # Cuts that a mark at the operation would say as well; others are about values, not operations.
 _MARKABLE = (
     "host read",
+    "keeps memory",
     "data-dependent size",
     "cudagraph_unsafe",
     "cannot be recorded",

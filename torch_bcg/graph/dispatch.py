@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,9 @@ _INDEX_PUT = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 @dataclass
 class Dispatched(TorchDispatchMode):
-    """Notes what one node dispatches to."""
+    """Notes what one node dispatches to; ``follow`` is told of every operator, if given."""
 
+    follow: Callable[..., None] | None = None
     reads: list[torch.Tensor] = field(default_factory=list)
     writes: list[torch.Tensor] = field(default_factory=list)
     operators: list[torch._ops.OpOverload] = field(default_factory=list)
@@ -46,6 +48,8 @@ class Dispatched(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("prim", "prims_host"):
             return out
         self.operators.append(func)
+        if self.follow is not None:
+            self.follow(func, args, kwargs or {}, out)
         schema = func._schema
         written = [
             value

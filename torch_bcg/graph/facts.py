@@ -32,6 +32,7 @@ from torch_bcg.graph.geometry import (
 )
 from torch_bcg.graph.known import Facts, Kind, NodeFacts, TensorFact
 from torch_bcg.graph.modes import is_mode, preserved
+from torch_bcg.graph.rows.follow import Rows, RowsOf, in_place
 from torch_bcg.graph.storages import Storages
 
 
@@ -78,26 +79,35 @@ def _faked(example_inputs: Sequence[object]) -> tuple[FakeTensorMode, list[Any]]
     return mode, fakes
 
 
-def facts_of(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Facts:
-    """Facts of every node of ``gm``; see `Facts`."""
+def facts_of(
+    gm: fx.GraphModule, example_inputs: Sequence[object], rows_of: RowsOf | None = None
+) -> Facts:
+    """Facts of every node of ``gm``; see `Facts`.
+
+    ``rows_of`` names the symbol that counts rows, given the sizes of all tensor placeholders;
+    without it, or where it says "", rows are not followed.
+    """
     mode, fakes = fake_arguments(example_inputs)
     shapes = mode.shape_env
     with preserved(), torch.no_grad(), torch.inference_mode(False):
         if shapes is None:
             with mode:
-                return _Pass(gm, mode, fakes).run()
+                return _Pass(gm, mode, fakes, Rows(rows_of)).run()
         # Guards are suppressed, not added: Dynamo evaluated the same operators and has them all.
         with mode, shapes.suppress_guards(), shapes.ignore_fresh_unbacked_symbols():
-            return _Pass(gm, mode, fakes).run()
+            return _Pass(gm, mode, fakes, Rows(rows_of)).run()
 
 
 class _Pass:
     """The fake pass: values by node, storages numbered in the order in which they appear."""
 
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, fakes: Sequence[object]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, mode: FakeTensorMode, fakes: Sequence[object], rows: Rows
+    ) -> None:
         self.gm = gm
         self.mode = mode
         self.fakes = iter(fakes)
+        self.rows = rows
         self.env: dict[fx.Node, Any] = {}
         self.storages = Storages()
         self.nodes: dict[str, NodeFacts] = {}
@@ -107,6 +117,9 @@ class _Pass:
 
     def run(self) -> Facts:
         for node in self.gm.graph.nodes:
+            if node.op != "placeholder" and self.rows.rows_of is not None:
+                tensors = {n.name: x for n, x in self.env.items() if isinstance(x, torch.Tensor)}
+                self.rows.start(tensors, self.nodes)
             self.nodes[node.name] = self.node(node)
         devices = [
             t.spec.device
@@ -125,6 +138,7 @@ class _Pass:
             symbols,
             self.whole,
             written,
+            self.rows.symbol,
         )
 
     def node(self, node: fx.Node) -> NodeFacts:
@@ -136,7 +150,7 @@ class _Pass:
             for atom in str(node.target).split("."):
                 value = getattr(value, atom)
             if isinstance(value, torch.Tensor):
-                value = self.mode.from_tensor(value, static_shapes=True)
+                value = self.rows.constant(self.mode.from_tensor(value, static_shapes=True))
             self.env[node] = value
             return self.result(node, "constant")
         if node.op == "output":
@@ -161,7 +175,7 @@ class _Pass:
         arguments = self.operands(node)
         before = [(t, version(t), geometry(t)) for t in arguments]
         higher = isinstance(node.target, torch._ops.HigherOrderOperator)
-        seen = Dispatched()
+        seen = Dispatched(self.rows.follow)
         try:
             with contextlib.nullcontext() if higher else seen:
                 self.env[node] = self.attempt(node)
@@ -175,6 +189,7 @@ class _Pass:
                 return self.moved(node)
         if higher:  # its body is not seen: it may read and write all it is given
             seen.kernels, seen.reads, writes = 1, arguments, writes + arguments
+            self.rows.opaque(target_name(node), (*arguments, *tree_leaves(self.env[node])))
         return self.result(node, None, seen, writes)
 
     def attempt(self, node: fx.Node) -> Any:
@@ -202,6 +217,7 @@ class _Pass:
     def unknown_node(self, node: fx.Node, why: str) -> NodeFacts:
         """Nothing is known of the result, and anything given may have been written."""
         self.unknown.add(node)
+        self.rows.forget()
         self.env[node] = None
         touched = frozenset(
             t.storage for p in node.all_input_nodes for t in self.nodes[p.name].tensors
@@ -219,7 +235,7 @@ class _Pass:
         value = self.env[node]
         leaves = tree_leaves(value)
         inputs = {t.storage for p in node.all_input_nodes for t in self.nodes[p.name].tensors}
-        tensors = tuple(self.storages.tensor(node, x) for x in tensors_of(value))
+        tensors = tuple(self.rows.cut(self.storages.tensor(node, x), x) for x in tensors_of(value))
         numbers = [
             x for x in leaves if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
         ]
@@ -253,6 +269,7 @@ class _Pass:
             random,
             isinstance(value, torch.Tensor),
             kind == "number" and node.op == "placeholder" and not numbers,
+            self.rows.taken(lambda x: self.storages.storage(node, x)),
         )
 
     def cause(
@@ -293,6 +310,7 @@ class _Pass:
         if first != node.name and not seen.operators:
             return first
         for p in node.all_input_nodes if written else ():
-            if isinstance(self.env[p], torch.Tensor) and self.nodes[p.name].tensors == tensors:
+            same = in_place(self.nodes[p.name].tensors, tensors)
+            if same and isinstance(self.env[p], torch.Tensor):
                 return self.nodes[p.name].same_as or p.name
         return ""

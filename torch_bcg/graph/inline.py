@@ -2,7 +2,7 @@
 
 Without gradients a checkpointed or nested compile region means no more than its body, but Dynamo
 hands it over as one node, in which a mark would go unseen. A tensor whose geometry changes in place
-is two values under one name.
+is two values under one name. A list of numbers as an index is sent from the host at every call.
 """
 
 from __future__ import annotations
@@ -100,10 +100,36 @@ def _copy(gm: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], prefix: 
         elif node.target is operator.getitem and isinstance(env[node.args[0]], (tuple, list)):
             env[node] = env[node.args[0]][node.args[1]]
         else:
-            env[node] = graph.node_copy(node, at)
+            env[node] = copy = graph.node_copy(node, at)
             if node.op in ("get_attr", "call_module"):
-                env[node].target = prefix + str(node.target)
+                copy.target = prefix + str(node.target)
+            elif node.target in (operator.getitem, operator.setitem):
+                _index_by_tensors(copy)
     raise AssertionError("a graph without an output node")
+
+
+def _index_by_tensors(node: fx.Node) -> None:
+    """``x[..., [-2]]`` -> ``x[..., i]`` with a tensor ``i``, which is a node that can be made once.
+
+    A list of booleans is a mask, an empty list sends nothing: both stay.
+    """
+    indexed, index = node.args[0], node.args[1]
+    value = indexed.meta.get("example_value") if isinstance(indexed, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return
+
+    def tensor_for(part: Any) -> Any:
+        if not isinstance(part, list) or not part or any(type(i) is not int for i in part):
+            return part
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(
+                torch.tensor, (list(part),), {"device": value.device}, name=f"{node.name}_index"
+            )
+        made.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+        return made
+
+    parts = tuple(map(tensor_for, index)) if isinstance(index, tuple) else tensor_for(index)
+    node.args = (indexed, parts, *node.args[2:])
 
 
 def _body(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from torch_bcg.graph import packing, render
 from torch_bcg.graph.flow import Flow
 from torch_bcg.graph.values import (
+    Cut,
     EagerSegment,
     GraphSegment,
     Home,
     NumberSlot,
     Output,
+    Padding,
     Reason,
     Segment,
     TensorSpec,
@@ -26,11 +28,13 @@ from torch_bcg.graph.values import (
 )
 
 __all__ = [
+    "Cut",
     "EagerSegment",
     "GraphSegment",
     "Home",
     "NumberSlot",
     "Output",
+    "Padding",
     "Plan",
     "Reason",
     "Segment",
@@ -53,6 +57,7 @@ class Plan:
         number_slots: numbers read from memory by recorded segments.
         outputs: leaves of the result, in order.
         unrecorded: why nothing at all is recorded, or None.
+        padding: how a size is padded, or why not; None if nobody asked.
     """
 
     name: str
@@ -64,6 +69,7 @@ class Plan:
     number_slots: tuple[NumberSlot, ...]
     outputs: tuple[Output, ...]
     unrecorded: Reason | None = None
+    padding: Padding | None = None
 
     def value(self, name: str) -> Value:
         """The value of that name; KeyError if it has no home of its own."""
@@ -121,8 +127,13 @@ class Plan:
         """The whole plan as text, the same to the character for equal plans."""
         lines = [f"plan {self}", ""]
         if self.symbols:
-            rows = [(s, self.read_at(s), "fixed in a program") for s, _, _ in self.symbols]
+            padded = self.padding.symbol if self.padding and not self.padding.refused else ""
+            rows = [
+                (s, self.read_at(s), "padded" if s == padded else "fixed in a program")
+                for s, _, _ in self.symbols
+            ]
             lines += ["key: a program for each", *render.columns(rows), ""]
+        lines += render.padding_lines(self.padding)
         if self.number_slots:
             slots = [(str(s), s.dtype, f"read from {s.name}") for s in self.number_slots]
             lines += ["numbers that follow the call", *render.columns(slots), ""]
@@ -152,5 +163,16 @@ class Plan:
 
 _TYPES: Mapping[str, type] = {
     t.__name__: t
-    for t in (Reason, TensorSpec, Value, GraphSegment, EagerSegment, NumberSlot, Output, Plan)
+    for t in (
+        Reason,
+        TensorSpec,
+        Value,
+        Cut,
+        Padding,
+        GraphSegment,
+        EagerSegment,
+        NumberSlot,
+        Output,
+        Plan,
+    )
 }

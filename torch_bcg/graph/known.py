@@ -14,8 +14,32 @@ Kind = Literal["input", "constant", "number", "view", "mode", "alloc", "kernel",
 
 
 @dataclass(frozen=True, slots=True)
+class Mixing:
+    """What one dispatched operator does that lets a row hold something of a padded one.
+
+    Attributes:
+        kind: what it does, for people: "reduction over tokens", "view", "operator", …
+        operator: its qualified name.
+        decided: whether it does so for certain; if not, only a trial can tell.
+        storage: the memory written, for "padded rows are written"; else -1.
+        index: the placeholder whose values say where that write goes, if it is one; else "".
+    """
+
+    kind: str
+    operator: str
+    decided: bool
+    storage: int = -1
+    index: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorFact:
-    """One tensor a node returns: its storage, its geometry, and why it cannot be in a slot ("")."""
+    """One tensor a node returns: its storage, its geometry, and why it cannot be in a slot ("").
+
+    With a symbol for rows (`Facts.rows`), ``row_dims`` are the dims whose first elements, as many
+    as the size is at the real number of rows, are the real rows; ``uncut`` says why a tensor whose
+    size holds the symbol cannot be cut so, or is "".
+    """
 
     storage: int
     spec: TensorSpec
@@ -23,6 +47,8 @@ class TensorFact:
     unbacked: bool = False
     overlapping: bool = False
     lazy: tuple[bool, bool] = (False, False)  # conjugate and negative bits
+    row_dims: tuple[int, ...] = ()
+    uncut: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +69,7 @@ class NodeFacts:
         random: draws random numbers.
         given: an argument that is a plain number, of which Dynamo guarded nothing.
         is_tensor: the result is one tensor, not a sequence of them.
+        mixing: what its operators do that may mix rows.
     """
 
     kind: Kind
@@ -58,6 +85,7 @@ class NodeFacts:
     random: bool = False
     is_tensor: bool = False
     given: bool = False
+    mixing: tuple[Mixing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +99,7 @@ class Facts:
         key_symbols: symbols that occur in a tensor's geometry; they make the key of a program.
         whole: (kind, detail, node) that keeps the whole graph from being recorded, or None.
         written: storages written by another node than the one that made them.
+        rows: the symbol whose rows were followed, or "".
     """
 
     nodes: Mapping[str, NodeFacts]
@@ -79,3 +108,4 @@ class Facts:
     key_symbols: frozenset[str]
     whole: tuple[str, str, str] | None
     written: frozenset[int]
+    rows: str = ""

@@ -174,6 +174,8 @@ class _Planner(Homes):
             "copy_back": copy_back,
             "kernels": sum(self.facts.nodes[n].kernels for n in names),
             "module": module_path(stretch.nodes),
+            "writes": tuple(sorted(written)),
+            "random": any(self.facts.nodes[n].random for n in names),
         }
         if stretch.reasons:
             return EagerSegment(**common, reasons=tuple(stretch.reasons))  # type: ignore[arg-type]

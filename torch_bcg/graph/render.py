@@ -10,6 +10,7 @@ from torch_bcg.graph.values import (
     EagerSegment,
     NumberSlot,
     Output,
+    Padding,
     Segment,
     Value,
     counted,
@@ -46,6 +47,24 @@ def argument_lines(values: Iterable[Value], arguments: Sequence[str]) -> list[st
     return head + columns(rows)
 
 
+def padding_lines(padding: Padding | None) -> list[str]:
+    """How a size is padded, or why not; none where nobody asked."""
+    if padding is None:
+        return []
+    if padding.refused is not None:
+        return ["padding: none", *wrapped("reason", [str(padding.refused)], 2, 12), ""]
+    ladder = padding.ladder
+    sizes = ", ".join(map(str, ladder))
+    if len(ladder) > 8:
+        sizes = f"{', '.join(map(str, ladder[:3]))} .. {ladder[-1]}, {len(ladder)} sizes"
+    lines = [
+        f"padding: {padding.symbol}, that is {padding.argument}.shape[{padding.dim}], to {sizes}"
+    ]
+    lines += wrapped("tried", list(map(str, padding.tried)), 2, 12)
+    lines += wrapped("rows hold", [f"{a}: {n:g}" for a, n in padding.fills], 2, 12)
+    return [*lines, ""]
+
+
 def memory_lines(values: Iterable[Value], arguments: Sequence[str]) -> list[str]:
     """Values that are no arguments and live outside the segment that makes them."""
     own = [
@@ -58,6 +77,8 @@ def _row(v: Value) -> tuple[str, ...]:
     what = f"view of {v.base}" if v.home == "alias" else _HOMES[v.home]
     if v.home == "slot" and v.written:
         what = "copied in, and back where written"
+    if v.memory:
+        what = f"in the slot of {v.memory}"
     if v.home == "size" and v.expr != v.name:
         what = f"{v.expr}, of the key"
     flag = "written" if v.written and v.home != "slot" else ""
@@ -79,6 +100,8 @@ def segment_lines(segment: Segment, flow: Flow, numbers: Sequence[NumberSlot]) -
     read = [f"{node} reads {source[slot]} from {slot}" for node, _, slot in segment.number_slots]
     lines += wrapped("numbers", read)
     lines += wrapped("copies back", segment.copy_back)
+    if isinstance(segment, EagerSegment):
+        lines += wrapped("sees", _seen(segment))
     crossing = flow.crossing(segment.index)
     if crossing:
         names = [v.name for v in crossing]
@@ -91,6 +114,14 @@ def _read(segment: Segment, flow: Flow) -> list[str]:
     plain = [v for v in read if v.home == "static" and not v.written]
     named = [f"{v.name} ({v.home})" for v in read if v not in plain]
     return named + ([counted(len(plain), "static tensor")] if plain else [])
+
+
+def _seen(segment: EagerSegment) -> list[str]:
+    """What an eager segment of a padded program is given of padded values."""
+    if not segment.live:
+        return ["all rows, padded ones too"]
+    copied = [c for c in segment.cuts if c.copied]
+    return [f"the rows of the call of {c.name}, copied{' and back' * c.written}" for c in copied]
 
 
 def _made(value: Value) -> str:

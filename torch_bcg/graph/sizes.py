@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,15 +30,25 @@ def compiled(
 
 
 def geometries(plan: Plan) -> Callable[..., Mapping[str, Geometry]]:
-    """A function of the key that gives the geometry of every tensor value of ``plan``."""
-    values = [v for v in plan.values if v.spec is not None]
-    specs = [v.spec for v in values if v.spec is not None]
-    function = compiled((_tuple(s) for s in specs), [s for s, _, _ in plan.symbols])
+    """A function of the key that gives the geometry of every tensor that ``plan`` names."""
+    cuts = [c for s in plan.segments for c in s.cuts]
+    cuts += [o.cut for o in plan.outputs if o.cut is not None]
+    specs = {c.name: c.spec for c in cuts}
+    specs |= {v.name: v.spec for v in plan.values if v.spec is not None}
+    function = compiled(map(_tuple, specs.values()), [s for s, _, _ in plan.symbols])
 
     def at(*key: int) -> Mapping[str, Geometry]:
-        return dict(zip((v.name for v in values), function(*key), strict=True))  # type: ignore[arg-type]
+        return cast("Mapping[str, Geometry]", dict(zip(specs, function(*key), strict=True)))
 
     return at
+
+
+def at_sizes(
+    specs: Mapping[Any, TensorSpec], symbols: Sequence[str], key: Sequence[int]
+) -> Mapping[Any, Geometry]:
+    """Geometries at one key."""
+    values = compiled(map(_tuple, specs.values()), symbols)(*key)
+    return cast("Mapping[Any, Geometry]", dict(zip(specs, values, strict=True)))
 
 
 def _tuple(spec: TensorSpec) -> str:

@@ -84,6 +84,10 @@ class Value:
         base: for ``alias``: the value that owns the storage.
         expr: for ``size``: its expression.
         written: something in the graph writes its storage.
+        last: index of the last segment that reads or writes its storage, -1 if none does, the
+            number of segments if it is returned.
+        memory: the value in whose memory it lies, since their lives do not meet; "" for its own.
+        row_dims: dims of which a padded program fills only the front with the rows of a call.
     """
 
     name: str
@@ -93,9 +97,33 @@ class Value:
     base: str = ""
     expr: str = ""
     written: bool = False
+    last: int = -1
+    memory: str = ""
+    row_dims: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} {self.spec}" if self.spec is not None else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What there is of a padded value without its padding: the rows of the call.
+
+    Attributes:
+        name: the value.
+        spec: its geometry; at the sizes of the call it is that of an unpadded value.
+        storage: of the value.
+        row_dims: dims that are cut.
+        copied: a view of the padded value would not have the strides of an unpadded one.
+        written: the segment that takes it writes it.
+    """
+
+    name: str
+    spec: TensorSpec
+    storage: int
+    row_dims: tuple[int, ...]
+    copied: bool = False
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +141,9 @@ class Segment:
         kernels: dispatched operations that are no view and no allocation.
         module: longest module path shared by its nodes.
         reads: values with a home that ``inputs`` and ``carried`` are, or are views of.
+        writes: storages that it writes.
+        cuts: in a padded program, the values it takes or makes that hold rows.
+        random: it draws random numbers.
     """
 
     index: int
@@ -125,6 +156,9 @@ class Segment:
     kernels: int = 0
     module: str = ""
     reads: tuple[str, ...] = ()
+    writes: tuple[int, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+    random: bool = False
 
     @property
     def kind(self) -> str:
@@ -142,10 +176,38 @@ class GraphSegment(Segment):
 
 
 @dataclass(frozen=True, slots=True)
+class Padding:
+    """How one size of a graph is padded to the sizes of a ladder, or why it is not.
+
+    Attributes:
+        symbol: the size.
+        argument, dim: where its value is read, an argument's name and dim.
+        ladder: the padded sizes, ascending.
+        refused: why calls are recorded at their own sizes, or None.
+        tried: what facts cannot tell or the author vouches for: padded if one trial agrees.
+        fills: (argument, number) of padded rows that are not zero.
+    """
+
+    symbol: str = ""
+    argument: str = ""
+    dim: int = -1
+    ladder: tuple[int, ...] = ()
+    refused: Reason | None = None
+    tried: tuple[Reason, ...] = ()
+    fills: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EagerSegment(Segment):
-    """Run at every call; `reasons` says why it is not recorded."""
+    """Run at every call; `reasons` says why it is not recorded.
+
+    Attributes:
+        reasons: of its nodes.
+        live: in a padded program it sees the rows of the call alone.
+    """
 
     reasons: tuple[Reason, ...] = ()
+    live: bool = True
 
     def __str__(self) -> str:
         return "; ".join([Segment.__str__(self), *map(str, self.reasons)])
@@ -181,12 +243,14 @@ class Output:
         name: the node, or the text of the literal.
         base: for ``view``: the user input or static tensor it lies in.
         delta: for ``view`` by geometry: offset from the base's first element; "" if made by nodes.
+        cut: for ``clone`` in a padded program: the rows of the call.
     """
 
     how: Literal["literal", "size", "clone", "view", "carried"]
     name: str
     base: str = ""
     delta: str = ""
+    cut: Cut | None = None
 
 
 def counted(number: int, thing: str) -> str:

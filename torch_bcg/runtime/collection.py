@@ -52,8 +52,9 @@ class Programs:
     def add(self, program: Program) -> None:
         """Takes a program that was just recorded."""
         self.list.insert(0, program)
+        self.pool.programs.add(program)
         program.statics.watch(functools.partial(_died, weakref.ref(self), weakref.ref(program)))
-        counters.pool_bytes += program.bytes
+        counters.pool_bytes += program.grown
 
     def moved(self, args: Sequence[Any]) -> list[str]:
         """Names of static tensors that a live module has elsewhere than when recorded."""

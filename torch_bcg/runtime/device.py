@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from torch_bcg.runtime.slots import Arena
+
 # The handle of the current stream of a device, without an object for it: 0.1 instead of 4 us.
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -26,6 +28,8 @@ class Pool:
         self.device = device
         self.lock = threading.RLock()
         self.busy = False
+        self.arena = Arena()
+        self.programs: weakref.WeakSet[Any] = weakref.WeakSet()  # those recorded in it
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -56,11 +60,21 @@ class Pool:
         yield []
 
     def reserved(self) -> int:
-        """Bytes the allocator holds for this process."""
-        return 0
+        """Bytes held for recordings, or by the allocator that gives them memory."""
+        return self.arena.bytes
 
     def renew(self) -> None:
         """Takes new memory, so that the old can be given back."""
+        self.arena = Arena()
+
+    def let_go(self) -> None:
+        """Gives memory back to the device, if no program needs it any more."""
+        if not self.busy and all(p.dead for p in self.programs):
+            self.renew()
+            self.trim()
+
+    def trim(self) -> None:
+        """Gives the device what the allocator keeps."""
 
 
 class CudaPool(Pool):
@@ -78,8 +92,14 @@ class CudaPool(Pool):
 
     def renew(self) -> None:
         """Takes new memory; what recordings made so far need stays with them."""
+        super().renew()
         self.handle = torch.cuda.graph_pool_handle()
         self.anchor: torch.cuda.CUDAGraph | None = None
+
+    def trim(self) -> None:
+        """Gives the device what the allocator keeps."""
+        if not self.capturing():
+            torch.cuda.empty_cache()
 
     def prepare(self) -> None:
         """Holds the pool with a recording of almost nothing.
@@ -168,8 +188,7 @@ def renew_pools() -> None:
         pools = list(_ALL)
     for pool in pools:
         with pool.lock:
-            if not pool.busy:
-                pool.renew()
+            pool.let_go()
 
 
 def pool_of(device: str) -> Pool:

@@ -38,10 +38,30 @@ def shared(t: Tensor) -> Tensor:
     """The same memory and geometry without the object: the caller's tensor may die."""
     if is_traceable_wrapper_subclass(t):
         return t.detach()
-    alias = over(t.untyped_storage(), t.dtype, first_byte(t), (tuple(t.shape), t.stride(), 0))
+    return _over_storage(t.untyped_storage(), t)
+
+
+def _over_storage(storage: torch.UntypedStorage, t: Tensor) -> Tensor:
+    """What ``t`` is in its own storage, over another one."""
+    alias = over(storage, t.dtype, first_byte(t), (tuple(t.shape), t.stride(), 0))
     if t.is_conj():
         alias = torch._conj(alias)
     return torch._neg_view(alias) if t.is_neg() else alias
+
+
+def unowned(t: Tensor) -> Tensor:
+    """The same memory and geometry, not kept alive: its owner must see to that."""
+    storage = t.untyped_storage()
+    if not storage.nbytes():
+        return t
+    return _over_storage(_foreign(storage.data_ptr(), storage.nbytes(), t.device), t)
+
+
+def _foreign(pointer: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage object over memory that it does not own."""
+    make: Any = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = make(pointer, device, nbytes)
+    return storage
 
 
 def moved_view(base: Tensor, dtype: str, geometry: Geometry) -> Tensor:
@@ -55,10 +75,14 @@ def moved_view(base: Tensor, dtype: str, geometry: Geometry) -> Tensor:
 
 def extent(t: Tensor) -> int:
     """Bytes from the first element to the end of the last one; 0 if empty."""
-    if t.numel() == 0:
+    return reach(t.shape, t.stride()) * t.itemsize
+
+
+def reach(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one; 0 if there is none."""
+    if 0 in size:
         return 0
-    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return int(reach + 1) * t.itemsize
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 def addresses(t: Tensor) -> tuple[int, ...]:
@@ -131,13 +155,54 @@ def out_of(
     return plans
 
 
+def fronts_out_of(
+    fronts: Mapping[int, tuple[Tensor, Geometry]],
+) -> list[tuple[Callable[[], Tensor], tuple[Part, ...]]]:
+    """How to hand out the front rows of tensors of program memory, as if they had no others.
+
+    Args:
+        fronts: by any number, the front of a tensor, and the geometry that it is handed out with.
+
+    Returns:
+        As `out_of` does; tensors of one storage share one again.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, (t, _) in fronts.items():
+        groups.setdefault(t.untyped_storage().data_ptr() or -1 - i, []).append(i)
+    plans: list[tuple[Callable[[], Tensor], tuple[Part, ...]]] = []
+    for members in groups.values():
+        low = min(fronts[i][1][2] for i in members)
+        high = max(
+            like[2] + reach(*like[:2]) * t.itemsize for t, like in (fronts[i] for i in members)
+        )
+        device = fronts[members[0]][0].device
+        make = functools.partial(torch.empty, high - low, dtype=torch.uint8, device=device)
+        plans.append((make, tuple((i, _filled(*fronts[i], low)) for i in members)))
+    return plans
+
+
+def _filled(front: Tensor, like: Geometry, low: int) -> Callable[[Tensor], Tensor]:
+    place, narrowed = _placed(front, like, like[2] - low), once(front)
+
+    def part(flat: Tensor) -> Tensor:
+        view = place(flat)
+        narrowed(view).copy_(narrowed(front))
+        return view
+
+    return part
+
+
 def _itself(t: Tensor) -> Tensor:
     return t
 
 
 def _part(t: Tensor, low: int) -> Callable[[Tensor], Tensor]:
-    like = (tuple(t.shape), t.stride(), 0)
-    start, dtype, conj, neg = first_byte(t) - low, t.dtype, t.is_conj(), t.is_neg()
+    return _placed(t, (tuple(t.shape), t.stride(), 0), first_byte(t) - low)
+
+
+def _placed(t: Tensor, like: Geometry, start: int) -> Callable[[Tensor], Tensor]:
+    """What makes a tensor like ``t`` of flat bytes, with another geometry."""
+    dtype, conj, neg = t.dtype, t.is_conj(), t.is_neg()
 
     def part(copy: Tensor) -> Tensor:
         view = over(copy.untyped_storage(), dtype, start, like)
@@ -173,8 +238,7 @@ class Aliases:
 
     def take(self, flat: Tensor) -> Tensor:
         """A tensor over the memory of ``flat`` that `expire` can end."""
-        fresh = torch._C._construct_storage_from_data_pointer
-        storage: Any = fresh(flat.data_ptr(), flat.device, flat.numel())
+        storage = _foreign(flat.data_ptr(), flat.numel(), flat.device)
         taken = over(storage, torch.uint8, 0, ((flat.numel(),), (1,), 0))
         self.out.append(taken)
         return taken

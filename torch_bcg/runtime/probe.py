@@ -1,14 +1,16 @@
 """The first real run of a graph, node by node: its result is the call's, its report cuts the graph.
 
-What reads the host or waits for the device cannot be recorded, and neither schemas nor dispatch
-modes show it inside a custom operator. Nothing is run twice: an operation that is found out has
-already done its work, once.
+What reads the host, waits for the device or keeps memory that it made cannot be recorded, and
+neither schemas nor dispatch modes show it inside a custom operator. Nothing is run twice: an
+operation that is found out has already done its work, once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch_bcg.graph.sizes import Geometry
 from torch_bcg.graph.sorting import where
 from torch_bcg.marking import plain_function
 from torch_bcg.runtime.device import Pool
+from torch_bcg.runtime.kept import Keepers
 from torch_bcg.runtime.recorders import host_reads, wrong_output
 
 
@@ -50,12 +53,49 @@ def probe(
     run = _Probe(gm, plan, geometries)
     with modes.preserved(), pool.sync_reports() as run.waits:
         result = run.run(*args)
-    return result, tuple(run.found)
+    run.env.clear()
+    return result, tuple(run.reasons())
+
+
+@contextlib.contextmanager
+def waits(found: list[str]) -> Iterator[None]:
+    """Notes what waits for the device though PyTorch's own debug mode does not say so.
+
+    That mode hears of copies and of `Tensor.item`, not of these, which autotuners call. They are
+    replaced for the time being, inside `host_reads`, whose lock keeps other probes out.
+    """
+    here = threading.get_ident()
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _WAITS]
+
+    def heard(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here:
+                found.append(f"{name} waits for the device")
+            return original(*args, **kwargs)
+
+        return wait
+
+    for owner, name, original in originals:
+        setattr(owner, name, heard(f"{owner.__name__}.{name}", original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+_WAITS: list[tuple[Any, str]] = [
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Stream, "synchronize"),
+    (torch.cuda.Event, "synchronize"),
+    (torch.accelerator, "synchronize"),
+]
 
 
 class _Probe(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, plan: Plan, geometries: Mapping[str, Geometry]) -> None:
         super().__init__(gm)
+        self.nodes = list(gm.graph.nodes)
         self.extra_traceback = False
         self.recorded = {n for s in plan.graph_segments for n in s.nodes}
         eager = {n for s in plan.segments if isinstance(s, EagerSegment) for n in s.nodes}
@@ -65,6 +105,7 @@ class _Probe(fx.Interpreter):
         self.geometries = geometries
         self.waits: list[str] = []
         self.found: list[Reason] = []
+        self.keepers = Keepers(plan.device)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.name not in self.recorded:
@@ -74,12 +115,28 @@ class _Probe(fx.Interpreter):
             return result
         reads: list[str] = []
         before = len(self.waits)
-        with host_reads(reads.append):
-            result = super().run_node(n)
+        operands = [self.env[p] for p in n.all_input_nodes]
+
+        def watched() -> Any:
+            with host_reads(reads.append), waits(self.waits):
+                return super(_Probe, self).run_node(n)
+
+        result = self.keepers.call(n, operands, watched)
         if reads or len(self.waits) > before:
             why = f"Tensor.{reads[0]}" if reads else self.waits[-1]
             self.found.append(Reason("host read", n.name, where(n), f"{target_name(n)}, {why}"))
         return result
+
+    def reasons(self) -> list[Reason]:
+        """A reason for each recorded node that cannot be; all nodes of an operator that keeps."""
+        kept = self.keepers.keeping()
+        known = {r.node for r in self.found}
+        keeping = [
+            Reason("keeps memory", n.name, where(n), target_name(n))
+            for n in self.nodes
+            if n.name in self.recorded and n.name not in known and n.target in kept
+        ]
+        return self.found + keeping
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(plain_function(target) or target, args, kwargs)

@@ -68,7 +68,9 @@ class HostRecorder:
         results_of: Any = code.graph.output_node().args[0]
         names = [str(n.name) for n in results_of]
         forward = code.forward
-        narrowed = [memory.once(t) for t in outputs]
+        # The memory is not the recording's, as that of a CUDA graph is not.
+        places = [memory.unowned(t) for t in outputs]
+        narrowed = [memory.once(t) for t in places]
         segment = type(code).__name__
 
         def replay() -> None:
@@ -80,7 +82,7 @@ class HostRecorder:
                 raise freed(segment, code, operands)
             with modes.preserved(), no_host_reads(segment):
                 results = forward(*operands)
-            for name, made, once, result in zip(names, outputs, narrowed, results, strict=True):
+            for name, made, once, result in zip(names, places, narrowed, results, strict=True):
                 if made.shape != result.shape or made.dtype != result.dtype:
                     raise wrong_output(name, segment, made, result)
                 once(made).copy_(once(result))

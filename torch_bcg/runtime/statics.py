@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_bcg.graph.ir import Plan, Value
+from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.memory import Range
 
@@ -136,22 +137,34 @@ def statics_of(plan: Plan, args: Sequence[Any]) -> Statics:
     )
 
 
-def overlaps_of(plan: Plan, args: Sequence[Any]) -> Overlaps | None:
-    """The check for these static tensors and sizes, or None where nothing can go wrong."""
+def overlaps_of(
+    plan: Plan, geometries: Mapping[str, Geometry], static: Mapping[str, Any]
+) -> Overlaps | None:
+    """The check for calls of one size, or None where nothing can go wrong.
+
+    Args:
+        plan: says what is copied and what is written.
+        geometries: of its values in such a call.
+        static: the static tensors by name.
+    """
     given = [v for v in plan.values if v.name in plan.arguments and v.spec is not None]
-    at = {name: args[i] for i, name in enumerate(plan.arguments)}
     place = {name: i for i, name in enumerate(plan.arguments)}
     moving = [v for v in given if v.home in ("slot", "reference")]
-    static = [v for v in given if v.home == "static"]
+    fixed = [v for v in given if v.home == "static"]
     if not any(v.written for v in given) or not any(v.home == "slot" for v in moving):
         return None
 
     def ranges(values: Sequence[Value]) -> list[Range]:
-        starts = [(at[v.name].data_ptr(), memory.extent(at[v.name])) for v in values]
+        starts = [(static[v.name].data_ptr(), memory.extent(static[v.name])) for v in values]
         return memory.merged([(low, low + size) for low, size in starts])
 
+    def extent(v: Value) -> int:
+        assert v.spec is not None
+        itemsize: int = getattr(torch, v.spec.dtype).itemsize
+        return memory.reach(*geometries[v.name][:2]) * itemsize
+
     return Overlaps(
-        [(place[v.name], memory.extent(at[v.name]), v.home == "slot", v.written) for v in moving],
-        ranges(static),
-        ranges([v for v in static if v.written]),
+        [(place[v.name], extent(v), v.home == "slot", v.written) for v in moving],
+        ranges(fixed),
+        ranges([v for v in fixed if v.written]),
     )

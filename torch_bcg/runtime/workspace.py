@@ -1,85 +1,123 @@
-"""What a program is built from: memory by name, and the cells through which a call's values go."""
+"""What a program is made in: every fixed value by name, bound to memory at the sizes of its key."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from torch_bcg.graph.ir import Plan, Value
+from torch_bcg.graph.ir import Plan, TensorSpec, Value
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sizes import Geometry, compiled
-from torch_bcg.runtime import memory, steps
+from torch_bcg.runtime import memory
 from torch_bcg.runtime.device import Pool
+from torch_bcg.runtime.slots import Slots
 
 
 class Workspace:
-    """Binds names to memory, and makes what is remade at every call."""
+    """Binds names to memory.
+
+    Attributes:
+        plan, lowering: what is built, and what makes the code of its segments.
+        key: values of the plan's symbols, at which recorded segments run.
+        geometries, most: of the plan's tensors at that key, and at the largest key expected.
+        pool, slots: where memory comes from.
+        given: arguments of a call; static tensors are bound, others only looked at.
+        bound: values by name.
+        held: storage -> tensors that keep the memory of a recorded segment for later ones.
+        owners: everything the program keeps alive.
+    """
 
     def __init__(
         self,
         plan: Plan,
         lowering: Lowering,
         geometries: Mapping[str, Geometry],
+        most: Mapping[str, Geometry],
         key: tuple[int, ...],
         args: Sequence[Any],
         pool: Pool,
-        unrecorded: Callable[[int], bool],
-        aliases: memory.Aliases | None,
+        slots: Slots,
     ) -> None:
-        self.aliases = aliases
-        self.plan, self.lowering, self.geometries = plan, lowering, geometries
-        self.key, self.pool, self.unrecorded = key, pool, unrecorded
+        self.plan, self.lowering = plan, lowering
+        self.geometries, self.most, self.key = geometries, most, key
+        self.pool, self.slots = pool, slots
         self.given = args
         self.args = dict(zip(plan.arguments, args, strict=True))
-        self.place = {name: i for i, name in enumerate(plan.arguments)}
         self.values = {v.name: v for v in plan.values}
         self.bound: dict[str, Any] = {}
-        self.cell: dict[str, int] = {}
-        self.cells: list[Any] = []  # the object the steps hold; as long as the template in the end
-        self.template: list[Any] = []
-        self.loads: dict[str, int] = {}
-        self.steps: list[steps.Step] = []
-        self.owners: list[object] = []
-        self.copied = 0
-        self.recorded_kernels = 0
-        self.bytes = 0
+        self.held: dict[int, list[Tensor]] = {}
+        self.owners: list[object] = [pool.arena]
+        self.symbols = [s for s, _, _ in plan.symbols]
+
+    def bind(self) -> None:
+        """Binds arguments and takes memory."""
+        self.bind_arguments()
+        self.bind_memory()
+
+    def forget_call(self) -> None:
+        """Lets go of the arguments of the call that it was made with."""
+        self.given, self.args = (), {}
 
     def bind_arguments(self) -> None:
         """Numbers of the key, and static tensors at their own addresses."""
-        symbols = [s for s, _, _ in self.plan.symbols]
-        sizes = [v for v in self.plan.values if v.home == "size"]
-        numbers = compiled((v.expr for v in sizes), symbols)(*self.key)
-        self.bound.update(zip((v.name for v in sizes), numbers, strict=True))
+        self.bound.update(self.numbers_at(self.key))
         for v in self.plan.values:
             if v.home == "static":
                 given = self.args.get(v.name)
-                if given is None:
-                    given = operator.attrgetter(str(self.lowering.nodes[v.name].target))(
-                        self.lowering.gm
-                    )
-                self.bound[v.name] = memory.shared(given)
+                self.bound[v.name] = memory.shared(
+                    self.attribute(v.name) if given is None else given
+                )
 
     def bind_memory(self) -> None:
         """Slots, bridges and scratch memory, and what is made from numbers alone."""
         for v in self.plan.values:
             if v.home in ("slot", "scratch", "bridge"):
-                self.bound[v.name] = self.allocate(v)
+                assert v.spec is not None
+                self.bound[v.name] = self.slot(v.memory or v.name, v.spec, v.name)
             elif v.home == "constant":
-                node = self.lowering.nodes[v.name]
-                args, kwargs = fx.node.map_arg(
-                    (node.args, node.kwargs), lambda p: self.resolve(p.name)
-                )
-                self.bound[v.name] = _call(node, args, kwargs)
+                self.bound[v.name] = self.made(v.name)
+        for s in self.plan.number_slots:
+            self.bound[s.name] = torch.zeros(
+                (), dtype=getattr(torch, s.dtype), device=self.plan.device
+            )
 
-    def allocate(self, v: Value) -> Tensor:
-        """Memory for a value, counted."""
+    def numbers_at(self, key: tuple[int, ...]) -> dict[str, Any]:
+        """The plan's sizes by name, at some values of its symbols."""
+        sizes = [v for v in self.plan.values if v.home == "size"]
+        numbers = compiled((v.expr for v in sizes), self.symbols)(*key)
+        return dict(zip((v.name for v in sizes), numbers, strict=True))
+
+    def attribute(self, name: str) -> Any:
+        """The tensor or object behind a ``get_attr`` node."""
+        return operator.attrgetter(str(self.lowering.nodes[name].target))(self.lowering.gm)
+
+    def slot(self, slot: str, spec: TensorSpec, like: str) -> Tensor:
+        """Memory of the graph's slots, with the geometry of ``like``."""
+        tensor, flat = self.slots.take(slot, spec, self.geometries[like], self.most[like])
+        self.owners.append(flat)
+        return tensor
+
+    def recorded(self, v: Value) -> Tensor:
+        """Memory for a result of a recorded segment, where the recorder takes none itself."""
         assert v.spec is not None
-        t = memory.allocate(v.spec, self.geometries[v.name])
-        self.bytes += t.untyped_storage().nbytes()
-        return t
+        return self.pool.arena.take(v.spec, self.geometries[v.name])
+
+    def keep(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Binds results of a recorded segment; they own their memory until `release`."""
+        for name, t in zip(names, tensors, strict=True):
+            self.held.setdefault(self.values[name].storage, []).append(t)
+            # A replay writes it before anything reads it, so nobody has to own it between calls.
+            self.bound[name] = memory.unowned(t)
+
+    def release(self, index: int) -> None:
+        """Gives up memory of recorded segments whose last reader came before segment ``index``."""
+        last = {v.storage: v.last for v in self.plan.values}
+        for storage in [s for s in self.held if last[s] < index]:
+            del self.held[storage]
 
     def resolve(self, name: str) -> Any:
         """The fixed value of a node: bound, or made now from what is bound."""
@@ -88,49 +126,18 @@ class Workspace:
             v = self.values.get(name)
             if v is not None and v.home == "alias":
                 assert v.spec is not None
-                base = self.resolve(v.base)
                 size, stride, offset = self.geometries[name]
-                shift = self.geometries[v.base][2]
-                self.bound[name] = memory.moved_view(
-                    base, v.spec.dtype, (size, stride, offset - shift)
-                )
+                shifted = (size, stride, offset - self.geometries[v.base][2])
+                self.bound[name] = memory.moved_view(self.resolve(v.base), v.spec.dtype, shifted)
             else:
-                node = self.lowering.nodes[name]
-                args, kwargs = fx.node.map_arg(
-                    (node.args, node.kwargs), lambda p: self.resolve(p.name)
-                )
-                self.bound[name] = _call(node, args, kwargs)
+                self.bound[name] = self.made(name)
         return self.bound[name]
 
-    def cell_of(self, name: str) -> int:
-        """The cell a value of a call goes through; an argument's is loaded at each call."""
-        if name not in self.cell:
-            self.cell[name] = len(self.template)
-            self.template.append(None)
-            if name in self.place:
-                self.loads[name] = self.place[name]
-        return self.cell[name]
-
-    def remake(self, name: str, wanted: Sequence[str]) -> tuple[Callable[..., Any], list[int]]:
-        """Code that remakes per-call values, and the cells it takes."""
-        floats = [n for n in wanted if n in self.lowering.floats]
-        needs = self.lowering.needs(floats, set(floats), self.is_size)
-        outside = list(dict.fromkeys([*needs.outside, *(n for n in wanted if n not in floats)]))
-        inside = needs.inside | set(floats)
-        code = self.lowering.lower(name, (), inside, outside, wanted)
-        cells = [self.cell_of(n) for n in outside]
-        for n, cell in zip(outside, cells, strict=True):
-            if n in self.bound and n not in self.place:
-                self.template[cell] = self.bound[n]
-        return code.forward, cells
-
-    def is_size(self, name: str) -> bool:
-        """Whether a name is a number of the key."""
-        return name in self.values and self.values[name].home == "size"
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    target: Any = node.target
-    return target(*args, **kwargs)
+    def made(self, name: str) -> Any:
+        """Calls a node on the fixed values it takes."""
+        node = self.lowering.nodes[name]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda p: self.resolve(p.name))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)

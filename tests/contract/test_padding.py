@@ -1,0 +1,499 @@
+"""Padded sizes: a call gives what it gives unpadded, whatever larger call was replayed before it.
+
+Every test calls sizes up and down the ladder, so that rows of larger calls lie where the smaller
+ones have padding, and most run under ``poison``, which fills padded rows and raises where one of
+them is read.
+"""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_bcg
+from torch_bcg.errors import BCGWarning
+from twin import add_one_to, assert_same, check, counted, double_into, plus_one
+
+SIZES = (5, 7, 3, 8, 13, 9, 2, 30, 5, 6, 29, 3)
+LADDER = [4, 8, 16, 32]
+CHECKS = ["address", "poison", "verify"]
+
+
+@pytest.fixture(params=CHECKS)
+def options(request):
+    return {"buckets": LADDER, "max_padding": 8.0, "check": request.param}
+
+
+def rows(device, i, *width):
+    """Rows of call ``i``, of which only the first dim varies."""
+    x = torch.randn(SIZES[i % len(SIZES)], *width, device=device)
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+CALLS = len(SIZES)
+
+
+def padded(fn, make, options, calls=CALLS, replays=None, **more):
+    """`check` over all sizes: replays after one real run a bucket, and no eager call."""
+    replays = range(calls - len(LADDER) - 1, calls) if replays is None else replays
+    more.setdefault("exact", False)  # a kernel for more rows may round otherwise
+    compiled = check(fn, make, calls=calls, replays=replays, options=options, **more)
+    graphs = verdicts(compiled)  # Python numbers may make Dynamo compile again
+    assert graphs == [None] * len(graphs)
+    assert len(torch_bcg.programs(compiled)) <= len(LADDER) * len(graphs)
+    return compiled
+
+
+def verdicts(compiled):
+    """Of each graph: why it is not padded, or None."""
+    found = [p.padding for p in torch_bcg.explain(compiled).plans]
+    return [p.refused and p.refused.kind for p in found]
+
+
+SEEN = []
+
+
+@torch_bcg.eager_on_graph(mutates_args=("out",))
+def attend(q: Tensor, k: Tensor, out: Tensor) -> None:
+    """softmax(q k^T) k"""
+    SEEN.append([(tuple(t.shape), t.stride()) for t in (q, k, out)])
+    out.copy_(torch.softmax(q @ k.transpose(-1, -2), -1) @ k)
+
+
+class Attention(nn.Module):
+    def __init__(self, device, width=8):
+        super().__init__()
+        self.into, self.out = (nn.Linear(width, width, device=device) for _ in range(2))
+        self.register_buffer("calls", torch.zeros((), device=device))
+
+    def forward(self, x):
+        self.calls += 1
+        h = self.into(x)
+        out = torch.empty_like(h)
+        attend(h, x * 2, out)
+        return self.out(out) + x
+
+
+def test_a_marked_function_that_writes(device, options):
+    padded(Attention(device), lambda i: (rows(device, i, 8),), options)
+
+
+def test_marked_functions_see_shapes_and_strides_of_an_unpadded_call(device):
+    """Of batched heads the batch stride follows the number of rows, so a view would not do."""
+
+    def fn(x):
+        q = (x * 2).view(2, -1, 2, 4).transpose(1, 2)
+        out = torch.empty_like(x).view(2, -1, 2, 4).transpose(1, 2)
+        attend(q, q + 1, out)
+        return out.transpose(1, 2).reshape(2, -1, 8) * 2
+
+    def make(i):
+        x = torch.randn(2, SIZES[i % len(SIZES)], 8, device=device)
+        torch._dynamo.mark_dynamic(x, 1)
+        return (x,)
+
+    SEEN.clear()
+    padded(fn, make, {"buckets": LADDER, "max_padding": 8.0, "check": "poison"})
+    eager, ours = SEEN[::2], SEEN[1::2]
+    assert len(eager) == len(SIZES)
+    assert eager == ours
+
+
+def test_bridges_arguments_that_are_written_and_numbers(device, options):
+    def fn(x, y, n, f):
+        y.add_(x * n)
+        z = plus_one(y * f) * 2
+        y.mul_(2)
+        add_one_to(y)
+        return z, y.sum(-1), n + 1, x.shape[0]
+
+    def make(i):
+        return rows(device, i, 4), rows(device, i, 4), 2 + i, 0.5 * i
+
+    padded(fn, make, options, replays=range(5, 12))
+
+
+def test_outputs(device, options):
+    """Views of one storage, reversed dims, parts, arguments and views of them."""
+
+    def fn(x):
+        y = plus_one(x) * 2
+        return y, y.t(), y[0], y[:, 1:], x, x.t(), y.view(-1, 2, 2), y.shape[0] * 2, None
+
+    padded(fn, lambda i: (rows(device, i, 4),), options)
+
+
+def test_two_dims_of_rows(device, options):
+    """A mask has two, and its row stride follows their number: the marked function gets a copy."""
+
+    @torch_bcg.eager_on_graph(fake=lambda m, x: torch.empty_like(x), name="padding::masked")
+    def masked(m: Tensor, x: Tensor) -> Tensor:
+        """m x"""
+        assert m.is_contiguous()
+        return m.to(x.dtype) @ x
+
+    def fn(x):
+        n = torch.arange(x.shape[0], device=x.device)
+        mask = n[:, None] >= n[None, :]
+        return masked(mask, masked(mask, x * 2) + 1) * 2
+
+    padded(fn, lambda i: (rows(device, i, 4),), options, exact=False)
+
+
+def test_a_copied_value_that_is_written_between_two_readers(device, options):
+    """The copies that marked functions see follow what recorded segments and they themselves write."""
+
+    def fn(x):
+        y = (x * 2).transpose(1, 2)
+        z = torch.empty_like(x).transpose(1, 2)
+        double_into(y, z)
+        y.add_(1)
+        double_into(y, z)
+        add_one_to(y)
+        double_into(y, z)
+        return y + z
+
+    def make(i):
+        x = torch.randn(2, SIZES[i % len(SIZES)], 4, device=device)
+        torch._dynamo.mark_dynamic(x, 1)
+        return (x,)
+
+    padded(fn, make, options)
+
+
+def test_prefix_scans_and_shifts_towards_the_tail(device, options):
+    def fn(x):
+        positions = torch.diff(x[:, 0], prepend=x[:1, 0] - 1)
+        late = F.pad(x, (0, 0, 1, 0))[:-1]
+        return plus_one(x.cumsum(0) + late) + positions[:, None], x.cummax(0)[0]
+
+    padded(fn, lambda i: (rows(device, i, 4),), options)
+
+
+def test_a_size_that_fits_is_not_padded(device):
+    with counted() as counts:
+        before = torch_bcg.stats().pad_rows
+        check(
+            Attention(device),
+            lambda i: (rows(device, 3, 8),),
+            replays=range(2, 4),
+            options={"buckets": LADDER},
+        )
+        assert torch_bcg.stats().pad_rows == before
+    assert counts.captures == 1
+
+
+@pytest.mark.parametrize(
+    ("buckets", "size", "reason"),
+    [([4, 8], 9, "above the ladder"), ([4, 128], 40, "max_padding"), ([64], 20, "max_padding")],
+)
+def test_calls_that_no_bucket_takes(device, buckets, size, reason):
+    compiled = torch.compile(Attention(device), backend="bcg", options={"buckets": buckets})
+    with torch.no_grad(), warnings.catch_warnings(), counted() as counts:
+        warnings.simplefilter("ignore", BCGWarning)
+        for n in (size, size):
+            x = torch.randn(n, 8, device=device)
+            torch._dynamo.mark_dynamic(x, 0)
+            compiled(x)
+    assert counts.eager_calls == {reason: 2}
+
+
+def test_the_smallest_buckets_take_any_call(device):
+    padded(Attention(device), lambda i: (rows(device, 6, 8),), {"buckets": [32]}, calls=4)
+
+
+def test_guards_of_the_graph_bound_what_it_is_padded_to(device):
+    """Dynamo traced a branch on the size: a graph for less than 8 rows is not padded to 8."""
+
+    def fn(x):
+        return plus_one(x * 2) + (1 if x.shape[0] < 7 else 2)
+
+    sizes = (5, 6, 5, 7, 9, 13, 6, 5, 9)
+
+    def make(i):
+        x = torch.randn(sizes[i % len(sizes)], 4, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        return (x,)
+
+    compiled = check(fn, make, calls=18, replays=range(8, 18), options={"buckets": LADDER})
+    sizes_of = [dict(p.sizes) for p in torch_bcg.programs(compiled)]
+    assert sorted(n for s in sizes_of for n in s.values()) == [5, 6, 8, 16]
+
+
+MIXING = {
+    "contraction over tokens": lambda x: x @ (x.t() @ x),
+    "reduction over tokens": lambda x: x - x.mean(0),
+    "softmax over tokens": lambda x: x.softmax(0),
+    "size used as a value": lambda x: x / x.shape[0],
+    "row counted from the end": lambda x: x + x[-1],
+}
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_rows_that_mix_are_not_padded(device, kind):
+    def fn(x):
+        return plus_one(MIXING[kind](x)) * 2
+
+    compiled = check(
+        fn,
+        lambda i: (rows(device, i % 3, 4),),
+        calls=9,
+        replays=range(3, 6),
+        options={"buckets": LADDER},
+    )
+    assert verdicts(compiled) == [kind]
+
+
+def merged(x):
+    """Rows of two batches one after the other: the first rows are not those of the call."""
+    return plus_one((x * 2).view(-1, 4)) * 2
+
+
+def twice_as_many(x):
+    return plus_one(torch.cat([x, x], 1) * 2)
+
+
+@pytest.mark.parametrize("fn", [merged, twice_as_many])
+def test_what_cannot_be_cut_is_not_padded(device, fn):
+    def make(i):
+        x = torch.randn(2, SIZES[i % 3], 4, device=device)
+        torch._dynamo.mark_dynamic(x, 1)
+        return (x,)
+
+    compiled = check(fn, make, calls=9, replays=range(3, 6), options={"buckets": LADDER})
+    assert verdicts(compiled) == ["rows cannot be cut"]
+
+
+# tried
+
+
+def reordered(x, i):
+    return plus_one(x * 2)[i] * 2 + x
+
+
+def test_what_facts_cannot_tell_is_tried_once(device, options):
+    """Indices that are data: here every row picks a row of the call."""
+
+    def make(i):
+        x = rows(device, i, 4)
+        index = torch.randint(0, 2, x.shape[:1], device=device)
+        torch._dynamo.mark_dynamic(index, 0)
+        return x, index
+
+    padded(reordered, make, options, replays=range(6, 12))
+
+
+def test_a_trial_that_fails_refuses(device):
+    """Facts know nothing of a custom operator; here the first row comes from the last one."""
+
+    @torch.library.custom_op("padding::last_first", mutates_args=())
+    def last_first(x: Tensor) -> Tensor:
+        return torch.roll(x, 1, 0)
+
+    last_first.register_fake(lambda x: torch.empty_like(x))
+
+    compiled = check(
+        lambda x: last_first(plus_one(x * 2)) * 2,
+        lambda i: (rows(device, i % 3, 4),),
+        calls=12,
+        replays=range(4, 9),
+        options={"buckets": LADDER},
+    )
+    assert verdicts(compiled) == ["padded rows change others"]
+
+
+def test_a_trial_repeats_no_side_effect(device):
+    counts = []
+
+    @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x), name="padding::counting")
+    def counting(x: Tensor) -> Tensor:
+        counts.append(len(x))
+        return x + 1
+
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4, device=device))
+
+        def forward(self, x, i):
+            self.total.add_(1)
+            x.add_(1)
+            return counting(x * 2)[i] + self.total + x
+
+    def make(i):
+        x = rows(device, i, 4)
+        index = torch.arange(len(x), device=device)
+        torch._dynamo.mark_dynamic(index, 0)
+        return x, index
+
+    module = Counter()
+    padded(module, make, {"buckets": LADDER, "max_padding": 8.0}, replays=range(6, 12))
+    assert len(counts) == 2 * len(SIZES)
+    assert module.total[0] == len(SIZES)
+
+
+# the author's word
+
+
+class Causal(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24, device=device)
+
+    def forward(self, x):
+        q, k, v = self.qkv(plus_one(x)).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
+        return y[0] * 2
+
+
+def test_causal_attention_is_padded_on_the_word_of_its_author(device):
+    facts = check(
+        Causal(device),
+        lambda i: (rows(device, i % 3, 8),),
+        calls=9,
+        replays=range(3, 6),
+        exact=False,
+        options={"buckets": LADDER},
+    )
+    assert verdicts(facts) == ["contraction over tokens"]
+    torch._dynamo.reset()
+    options = {"buckets": LADDER, "rows": "independent", "max_padding": 8.0, "check": "poison"}
+    padded(
+        Causal(device), lambda i: (rows(device, i, 8),), options, replays=range(6, 12), exact=False
+    )
+
+
+def test_a_word_that_is_not_true_is_found_out(device):
+    compiled = check(
+        lambda x: plus_one(x - x.mean(0)) * 2,
+        lambda i: (rows(device, i % 3, 4),),
+        calls=12,
+        replays=range(4, 9),
+        options={"buckets": LADDER, "rows": "independent"},
+    )
+    assert verdicts(compiled) == ["padded rows change others"]
+
+
+# writes to memory that is not padded
+
+
+class Pool(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(64, 4, device=device))
+
+    def forward(self, x, slots):
+        self.keys[slots] = x * 2
+        return plus_one(x) * 2 + slots[:, None]
+
+
+def slots_of(device, i):
+    x = rows(device, i, 4)
+    slots = 1 + torch.randperm(63, device=device)[: len(x)]
+    torch._dynamo.mark_dynamic(slots, 0)
+    return x, slots
+
+
+def test_padded_rows_are_not_written_to_memory(device):
+    compiled = check(
+        Pool(device),
+        lambda i: slots_of(device, i % 3),
+        calls=9,
+        replays=range(3, 6),
+        options={"buckets": LADDER},
+    )
+    assert verdicts(compiled) == ["padded rows are written"]
+
+
+def test_padded_rows_are_written_to_a_slot_that_is_declared(device):
+    ours, twin = Pool(device), Pool(device)
+    options = {"buckets": LADDER, "pad": {"slots": 0}, "max_padding": 8.0, "check": "poison"}
+    compiled = torch.compile(ours, backend="bcg", options=options)
+    with torch.no_grad(), counted() as counts:
+        for i in range(len(SIZES)):
+            x, slots = slots_of(device, i)
+            assert_same(compiled(x, slots), twin(x, slots))
+            assert_same(ours.keys[1:], twin.keys[1:])
+    assert verdicts(compiled) == [None]
+    assert counts.replays >= 6
+    assert counts.num_eager == 0
+
+
+# memory
+
+
+def test_all_sizes_lie_in_one_set_of_slots(device):
+    """The largest size is expected from the start, so the others add none."""
+    compiled = torch.compile(
+        Attention(device), backend="bcg", options={"buckets": LADDER, "max_padding": 8.0}
+    )
+    with torch.no_grad():
+        for n in (32, 16, 8, 4):
+            x = torch.randn(n, 8, device=device)
+            torch._dynamo.mark_dynamic(x, 0)
+            compiled(x)
+    added = [p.bytes for p in torch_bcg.programs(compiled)]
+    assert len(added) == 4
+    assert sum(1 for b in added if b) == 1
+
+
+def test_views_are_not_made_again_where_a_size_repeats(device):
+    objects = []
+
+    @torch_bcg.eager_on_graph(mutates_args=("out",), name="padding::keeping")
+    def keeping(x: Tensor, out: Tensor) -> None:
+        objects.append(x)
+        out.copy_(x)
+
+    def fn(x):
+        out = torch.empty_like(x)
+        keeping(x * 2, out)
+        return out * 2
+
+    compiled = torch.compile(fn, backend="bcg", options={"buckets": [8]})
+    with torch.no_grad():
+        for n in (5, 5, 6, 5, 6):
+            x = torch.randn(n, 4, device=device)
+            torch._dynamo.mark_dynamic(x, 0)
+            compiled(x)
+    real, five, six, again, six_again = objects
+    assert real is not five
+    assert five is again
+    assert six is six_again
+    assert five.data_ptr() == six.data_ptr()
+
+
+def test_handles_take_every_size_of_their_bucket(device):
+    compiled = padded(
+        Attention(device),
+        lambda i: (rows(device, i, 8),),
+        {"buckets": [8, 32]},
+        replays=range(6, 12),
+    )
+    program = next(p for p in torch_bcg.programs(compiled) if 8 in p.sizes.values())
+    twin = copy.deepcopy(compiled._orig_mod)
+    with torch.no_grad():
+        for n in (3, 8, 5):
+            x = torch.randn(n, 8, device=device)
+            got = next(t for t in program(x) if t.dim() == 2)
+            assert_same(got, twin(x), exact=False)
+        with pytest.raises(torch_bcg.BCGError, match="not recorded for this call"):
+            program(torch.randn(9, 8, device=device))
+
+
+def test_dead_modules_free_their_padded_programs(device):
+    compiled = torch.compile(lambda m, x: m(x), backend="bcg", options={"buckets": LADDER})
+    module = Attention(device)
+    with torch.no_grad():
+        compiled(module, rows(device, 0, 8))
+        compiled(module, rows(device, 0, 8))
+    held = torch_bcg.stats().pool_bytes
+    del module
+    gc.collect()
+    assert torch_bcg.programs(compiled) == []
+    assert torch_bcg.stats().pool_bytes < held

@@ -1,0 +1,321 @@
+"""Streams of the user's: what forks and joins inside a recorded segment records, or is an error.
+
+Dynamo leaves ``with torch.cuda.stream(s)`` as a note on the nodes and the waits as operators of
+``torch.ops.streams``; an operator of the user's may fork inside itself as well, unseen.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_bcg
+from torch_bcg.errors import BCGError
+from twin import assert_same, check, counted, plus_one
+
+pytestmark = pytest.mark.cuda
+NAME = "torch_bcg_streams"
+
+
+def rows(*shape):
+    return torch.randn(*(shape or (4, 6)), device="cuda")
+
+
+@pytest.fixture
+def side():
+    return torch.cuda.Stream()
+
+
+def marks_alone(compiled):
+    """Whether nothing but marks cuts the plans of a function."""
+    plans = [p.plan for p in torch_bcg.programs(compiled)]
+    return bool(plans) and all(r.kind == "mark" for plan in plans for r in plan.reasons)
+
+
+# Forks that Dynamo sees.
+
+
+def by_wait_stream(side, x):
+    main = torch.cuda.current_stream()
+    y = x + 1
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = (y @ y.t()).relu()
+    w = y * 3
+    main.wait_stream(side)
+    return w + z.sum()
+
+
+def by_events(side, x):
+    y = x + 1
+    forked, joined = torch.cuda.Event(), torch.cuda.Event()
+    forked.record()
+    with torch.cuda.stream(side):
+        forked.wait()
+        z = (y @ y.t()).relu()
+        joined.record()
+    w = y * 3
+    joined.wait()
+    return w + z.sum()
+
+
+def in_a_stream_of_its_own(side, x):
+    y = x + 1
+    inner = torch.cuda.Stream()
+    inner.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(inner):
+        z = y.cos()
+    torch.cuda.current_stream().wait_stream(inner)
+    return y + z
+
+
+def nested(side, x):
+    main = torch.cuda.current_stream()
+    other = torch.cuda.Stream()
+    y = x + 1
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        z = y.cos()
+        other.wait_stream(side)
+        with torch.cuda.stream(other):
+            u = z * 2
+        side.wait_stream(other)
+        v = z + u
+    main.wait_stream(side)
+    return v + y
+
+
+def twice(side, x):
+    return by_wait_stream(side, by_wait_stream(side, x))
+
+
+def writes_an_argument(side, x):
+    main = torch.cuda.current_stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    main.wait_stream(side)
+    return x + 1
+
+
+FORKS = [by_wait_stream, by_events, in_a_stream_of_its_own, nested, twice, writes_an_argument]
+
+
+@pytest.mark.parametrize("fork", FORKS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("marked", [False, True], ids=["alone", "between marks"])
+def test_a_fork_that_is_joined_in_its_segment_is_recorded(side, fork, marked):
+    def fn(x):
+        return plus_one(fork(side, plus_one(x))) if marked else fork(side, x)
+
+    compiled = check(fn, lambda i: (rows(),), exact=False)
+    assert marks_alone(compiled)
+    torch.cuda.synchronize()
+
+
+def test_two_forks_of_one_stream_overlap_in_time(side):
+    """What was put on a stream of its own runs beside the rest in a replay too."""
+
+    def slow(y):
+        for _ in range(30):
+            y = y @ y
+        return y
+
+    def fn(x):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            z = slow(x)
+        w = slow(x + 0)
+        main.wait_stream(side)
+        return w + z
+
+    def serial(x):
+        return slow(x) + slow(x + 0)
+
+    def seconds(f, x):
+        times = []
+        for _ in range(20):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            f(x)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return sorted(times)[len(times) // 2]
+
+    x = torch.eye(128, device="cuda")  # too small to fill the device
+    forked, single = (torch.compile(f, backend="bcg") for f in (fn, serial))
+    with torch.inference_mode():
+        for _ in range(3):
+            assert_same(forked(x), single(x))
+        assert seconds(forked, x) < 0.8 * seconds(single, x)
+
+
+def test_streams_of_the_caller_and_of_the_graph(side):
+    """The caller's current stream differs from call to call, and is the graph's side stream once."""
+    compiled = torch.compile(lambda x: by_wait_stream(side, plus_one(x)), backend="bcg")
+    callers = [torch.cuda.current_stream(), torch.cuda.Stream(), side]
+    with torch.no_grad(), counted() as counts:
+        for i in range(12):
+            stream, x = callers[i % 3], rows()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                got = compiled(x)
+            torch.cuda.current_stream().wait_stream(stream)
+            want = by_wait_stream(side, x + 1)
+            torch.testing.assert_close(got, want)
+    assert counts.replays >= 8
+    assert counts.num_eager == 0
+
+
+# Forks that cross a cut.
+
+
+def line_of(function, text):
+    """``file:line`` of the line of ``function`` that holds ``text``."""
+    code = function.__code__
+    lines = open(code.co_filename).read().splitlines()  # noqa: PTH123, SIM115
+    first = code.co_firstlineno
+    number = next(i for i in range(first, len(lines) + 1) if text in lines[i - 1])
+    return f"{code.co_filename.rsplit('/', 1)[-1]}:{number}"
+
+
+def test_a_fork_that_crosses_a_mark_is_an_error_that_names_both(side):
+    def fn(x):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)  # the fork
+        with torch.cuda.stream(side):
+            z = x.cos()
+        y = plus_one(x)  # the cut
+        main.wait_stream(side)
+        return y + z
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad(), pytest.raises(Exception, match="stream") as caught:
+        compiled(rows())
+    error = next(e for e in (caught.value, caught.value.__cause__) if isinstance(e, BCGError))
+    assert line_of(fn, "# the fork") in str(error)
+    assert line_of(fn, "# the cut") in str(error)
+    assert "wait_stream" in str(error)
+
+
+def test_a_fork_that_nobody_joins_is_an_error_that_names_it(side):
+    def fn(x):
+        y = plus_one(x) * 2
+        side.wait_stream(torch.cuda.current_stream())  # the fork
+        with torch.cuda.stream(side):
+            x.add_(1)
+        return y
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad(), pytest.raises(Exception, match="stream") as caught:
+        compiled(rows())
+    error = next(e for e in (caught.value, caught.value.__cause__) if isinstance(e, BCGError))
+    assert line_of(fn, "# the fork") in str(error)
+
+
+def test_a_fork_inside_an_eager_stretch_is_nobodys_business(side):
+    def fn(x):
+        with torch.fx.traceback.annotate({"bcg": "eager"}):
+            z = by_wait_stream(side, x)
+        return plus_one(z * 2)
+
+    check(fn, lambda i: (rows(),), exact=False)
+
+
+# Forks inside operators.
+
+
+def forking(side, joins):
+    """An operator that works on a stream of its own, and joins it or does not."""
+
+    def forks(x: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            y = x * 2
+        if joins:
+            main.wait_stream(side)
+        return y
+
+    made = torch.library.custom_op(f"{NAME}::forks", forks, mutates_args=())
+    made.register_fake(torch.empty_like)
+    return made
+
+
+def joining(side):
+    """The operator that joins what the other one left open."""
+
+    def joins(x: Tensor) -> Tensor:
+        torch.cuda.current_stream().wait_stream(side)
+        return x + 1
+
+    made = torch.library.custom_op(f"{NAME}::joins", joins, mutates_args=())
+    made.register_fake(torch.empty_like)
+    return made
+
+
+def test_an_operator_that_joins_its_stream_is_recorded(side):
+    forks = forking(side, joins=True)
+    compiled = check(lambda x: plus_one(forks(x + 1)) * 3, lambda i: (rows(),))
+    assert marks_alone(compiled)
+
+
+def test_a_pair_of_operators_in_one_segment_is_recorded(side):
+    """As the asynchronous halves of a collective do it."""
+    forks, joins = forking(side, joins=False), joining(side)
+    compiled = check(lambda x: plus_one(joins(forks(x + 1) * 1) * 2) * 3, lambda i: (rows(),))
+    assert marks_alone(compiled)
+
+
+@pytest.mark.parametrize("joined_later", [True, False])
+def test_an_operator_whose_stream_crosses_a_cut_is_an_error_that_names_both(side, joined_later):
+    """meta-pytorch/breakable-cuda-graphs TestDebugForkTracking: which fork was not joined, where."""
+    forks, joins = forking(side, joins=False), joining(side)
+
+    def fn(x):
+        y = forks(x + 1)  # the fork
+        z = plus_one(x)  # the cut
+        return (joins(y) if joined_later else y) + z
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad(), pytest.raises(BCGError, match=re.escape(f"{NAME}::forks")) as caught:
+        for _ in range(3):
+            compiled(rows())
+    torch.cuda.synchronize()
+    assert line_of(fn, "# the fork") in str(caught.value)
+    assert line_of(fn, "# the cut") in str(caught.value)
+
+
+def test_after_such_an_error_the_device_works_on(side):
+    forks = forking(side, joins=False)
+    with torch.no_grad():
+        with pytest.raises(BCGError):
+            compiled = torch.compile(lambda x: plus_one(forks(x)) * 3, backend="bcg")
+            for _ in range(3):
+                compiled(rows())
+        torch.cuda.synchronize()
+        torch.rand(3, device="cuda")
+        torch.cuda.empty_cache()
+        check(lambda x: plus_one(x * 2) * 3, lambda i: (rows(),))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda side: side.synchronize(),
+        lambda side: torch.cuda.synchronize(),
+        lambda side: (e := torch.cuda.Event(), e.record(), e.synchronize()),
+    ],
+    ids=["stream", "device", "event"],
+)
+def test_a_wait_on_the_host_is_a_cut(side, wait):
+    def fn(x):
+        y = x * 2
+        wait(side)
+        return plus_one(y + 1)
+
+    compiled = check(fn, lambda i: (rows(),), replays=range(3, 7))
+    reasons = [r for p in torch_bcg.programs(compiled) for r in p.plan.reasons]
+    assert all(r.where for r in reasons)

@@ -1,0 +1,316 @@
+"""One graph of Dynamo's: planned once, then found a program at every call, or run and recorded.
+
+`CompiledGraph.__init__` runs once a graph: facts, partition, plan, passes. `CompiledGraph.__call__`
+runs at every call: find the program and replay it, or run for real and record. Everything else is
+in the modules named on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from torch_bcg import marking
+from torch_bcg.counters import counters
+from torch_bcg.eager import (
+    plain,
+    tell_cuts,
+    tell_eager_call,
+    tell_execute,
+    tell_moved,
+)
+from torch_bcg.errors import CaptureError
+from torch_bcg.frame import static_arguments, type_of_self
+from torch_bcg.graph.annotate import annotated
+from torch_bcg.graph.facts import facts_of
+from torch_bcg.graph.inline import inlined, without_geometry_changes
+from torch_bcg.graph.ir import Plan, Reason
+from torch_bcg.graph.lifetimes import with_lifetimes
+from torch_bcg.graph.partition import partition
+from torch_bcg.graph.plan import NoAddressError, make_plan
+from torch_bcg.graph.sizes import geometries, key_reader
+from torch_bcg.options import Options
+from torch_bcg.report import files, trace
+from torch_bcg.rows import Key, Rows
+from torch_bcg.runtime.binding import Bound
+from torch_bcg.runtime.capture import capture
+from torch_bcg.runtime.collection import Programs
+from torch_bcg.runtime.device import new_pool, pool_of
+from torch_bcg.runtime.memory import Aliases
+from torch_bcg.runtime.probe import probe
+from torch_bcg.runtime.program import Program
+from torch_bcg.runtime.slots import Slots
+from torch_bcg.runtime.trial import Trial
+from torch_bcg.runtime.workspace import Workspace
+
+_graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+_number = itertools.count()
+
+
+def live_graphs() -> list[CompiledGraph]:
+    """Every graph that somebody can still call, in the order of compilation."""
+    return sorted(_graphs, key=lambda g: g.number)
+
+
+class CompiledGraph:
+    """One graph of Dynamo's: its plan, and a program for each key and set of static tensors."""
+
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[object], options: Options
+    ) -> None:
+        self.number = next(_number)
+        self.name, self.options = f"graph_{self.number}", options
+        self.gm = inlined(gm)
+        self.eager = plain(self.gm)
+        self.static = static_arguments(gm, example_inputs)
+        self.rows = Rows(gm, options)
+        self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
+        if self.facts.whole is not None:
+            same_as = {n: f.same_as for n, f in self.facts.nodes.items() if f.same_as}
+            self.gm = without_geometry_changes(self.gm, same_as)
+            self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
+        self.marks = [marking.resolve(m) for m in options.mark]
+        self.owner = type_of_self()
+        self.warned: set[str] = set()
+        self.aliases = Aliases() if options.outputs == "alias" else None
+        # What is handed out uncopied must not be memory that another graph's replay uses.
+        self.pool = (new_pool if self.aliases is not None else pool_of)(self.facts.device)
+        self.told: tuple[Plan, bool] | None = None
+        self.dump_directory, self.compile_id = files.chosen(options.dump), trace.compile_id()
+        self.found: dict[str, Reason] = {}
+        self.lost: Reason | None = None
+        self.programs = Programs(self.pool)
+        self.slots = Slots()
+        self.seen: dict[Key, int] = {}  # real runs by key
+        self.probed = False
+        self.plan = Plan(self.name, self.facts.device, (), (), (), (), (), ())
+        self.make_plan()
+        self.tell()
+        _graphs.add(self)
+
+    def make_plan(self) -> None:
+        """Facts, marks and what the probe found -> plan; programs of an older plan are freed."""
+        generation = marking.generation()
+        plan = self.planned()
+        while isinstance(plan, NoAddressError):
+            self.found.update((n, Reason("no address", n)) for n in plan.nodes)
+            plan = self.planned()
+        if self.lost is not None:
+            plan = replace(plan, unrecorded=self.lost)
+        if self.plan != plan:
+            tell_cuts(plan, self.options, self.warned)
+            tell_execute(plan, self.options, self.warned)
+            self.free()
+            self.plan = plan
+            self.geometries = geometries(plan)
+            self.key = key_reader(plan)
+        self.generation = generation
+
+    def planned(self) -> Plan | NoAddressError:
+        """One attempt: graph.partition, then graph.plan."""
+        parts = partition(
+            self.gm, self.facts, self.mark_of, self.found, self.options.min_segment_kernels
+        )
+        try:
+            plan, self.lowering = make_plan(self.name, self.gm, self.facts, parts, self.static)
+        except NoAddressError as values:
+            return values
+        plan = with_lifetimes(plan, self.facts)
+        return annotated(self.rows.plan(plan, self.facts, self.lowering), self.lowering)
+
+    def mark_of(self, node: fx.Node) -> marking.Mark | None:
+        """The mark on a node: made for everybody, for this compile, or on the module that runs."""
+        operators = self.facts.nodes[node.name].operators
+        return marking.mark_of(node, self.marks, dispatched=operators, owner=self.owner)
+
+    def __call__(self, *args: Any) -> Any:
+        """One call: replay if there is a program, else run for real, and record if it is time."""
+        with self.pool.lock:
+            prevented = self.pool.prevented()
+            if prevented:
+                return self.run_eagerly(args, prevented)
+            if self.generation != marking.generation():
+                self.make_plan()
+            key = self.key(args)
+            target = self.rows.key_for(key)
+            if isinstance(target, str):
+                return self.run_eagerly(args, target)
+            program = self.programs.find(target, args, "address" in self.options.check)
+            if program is None or self.rows.due(key, target):
+                return self.run_for_real(key, args, target)
+            return self.run_program(program, args, key)
+
+    def replay(self, program: Program, args: Sequence[Any]) -> Any:
+        """A call that names its program, past Dynamo and the search for a key."""
+        with self.pool.lock:
+            prevented = self.pool.prevented()
+            if prevented:
+                return self.run_eagerly(args, prevented)
+            return self.run_program(program, args, self.key(args))
+
+    def run_program(self, program: Program, args: Sequence[Any], key: Key) -> Any:
+        """Replays a program that fits these arguments, unless their memory overlaps."""
+        bound = program.at(key)
+        if bound.overlaps is not None and bound.overlaps.found(args) is not None:
+            return self.run_eagerly(args, "overlapping arguments")
+        self.pool.order()
+        with self.pool.in_use():
+            result = program.replay(args, bound)
+        self.count_replay(program, bound)
+        return result
+
+    def run_for_real(self, key: Key, args: Sequence[Any], target: Key) -> Any:
+        """A call without a program: the probe, a trial, a warming call, or an eager one."""
+        if self.plan.unrecorded is not None:
+            return self.run_eagerly(args, str(self.plan.unrecorded))
+        moved = self.programs.moved(args)
+        if moved:
+            tell_moved(moved, self.options)
+        self.programs.sweep(args)
+        most = self.options.max_programs
+        # The ladder is the limit of what is padded.
+        if not self.rows.padded and self.programs.of_the_set(args) >= most:
+            return self.run_eagerly(args, "max_programs")
+        if self.programs.wasted >= most:
+            return self.run_eagerly(args, "static tensors that are new at every call")
+        self.pool.order()
+        with self.pool.in_use():
+            if not self.probed:
+                result = self.run_probe(key, args)
+            elif self.rows.due(key, target):
+                result = self.run_trial(key, args, target)
+            else:
+                result = self.run_warming(key, args)
+        found = self.rows.key_for(key)
+        if not isinstance(found, str) and self.is_time(key, found, args):
+            self.record(found, args)
+        return result
+
+    def run_probe(self, key: Key, args: Sequence[Any]) -> Any:
+        """The first call: its report adds cuts, with which the graph is planned again."""
+        counters.probes += 1
+        result = self.run_watched(key, args)
+        self.probed = True
+        self.seen[key] = 2  # recorded at once: the probe looked at this very key
+        self.tell()
+        return result
+
+    def run_watched(self, key: Key, args: Sequence[Any]) -> Any:
+        """A real run, node by node; plans again with the cuts that it adds."""
+        result, reasons = probe(self.gm, args, self.plan, self.geometries(*key), self.pool)
+        self.found.update((r.node, r) for r in reasons)
+        if reasons:
+            self.make_plan()
+        return result
+
+    def run_trial(self, key: Key, args: Sequence[Any], target: Key) -> Any:
+        """A call that is run for real and then tried at a padded size, once a graph."""
+        counters.warming += 1
+        trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target)
+        result, reason = trial.run(args)
+        self.rows.agreed, self.rows.refused = reason is None, reason
+        if reason is not None:
+            self.make_plan()
+        self.seen[key] = self.seen.get(key, 0) + 1
+        return result
+
+    def run_warming(self, key: Key, args: Sequence[Any]) -> Any:
+        """A call of a key or of static tensors not met before; what a size is new to is watched."""
+        counters.warming += 1
+        new = key not in self.seen
+        self.seen[key] = self.seen.get(key, 0) + 1
+        return self.run_watched(key, args) if new else self.eager(*args)
+
+    def is_time(self, key: Key, target: Key, args: Sequence[Any]) -> bool:
+        """Whether a program is recorded now: a padded size at once, a shape at its second call."""
+        if self.rows.due(key, target) or self.programs.find(target, args, every=True):
+            return False
+        return self.rows.padded or self.seen[key] >= 2
+
+    def record(self, key: Key, args: Sequence[Any]) -> None:
+        """Captures a program; what fails to record is cut, with its error as the reason."""
+        while self.plan.unrecorded is None:
+            most = self.rows.most(key)
+            try:
+                with self.pool.in_use():
+                    space = Workspace(
+                        self.plan, self.lowering, self.geometries(*key), self.geometries(*most),
+                        key, args, self.pool, self.slots,
+                    )  # fmt: skip
+                    program = capture(
+                        space, self.options.unrecorded, self.aliases, self.options.check
+                    )
+            except CaptureError as error:
+                self.cut(error)
+                continue
+            self.programs.add(program)
+            counters.captures += 1
+            self.tell()
+            if self.dump is not None:
+                self.dump.captured(
+                    dict(zip((s for s, _, _ in self.plan.symbols), key, strict=True)),
+                    {"bytes": program.bytes, "copied_bytes": program.at(key).copied_bytes},
+                )
+            return
+
+    def cut(self, error: CaptureError) -> None:
+        """Makes the operation at which a capture failed eager; out of memory, everything."""
+        segment = self.plan.segments[error.segment]
+        if error.out_of_memory:
+            self.lost = Reason("out of memory", error.node, detail=error.found)
+        known = error.node in segment.nodes and error.node not in self.found
+        for name in (error.node,) if known else segment.nodes:
+            self.found[name] = Reason("cannot be recorded", name, detail=error.found)
+        self.make_plan()
+
+    def run_eagerly(self, args: Sequence[Any], reason: str) -> Any:
+        """An eager call: never silent."""
+        counters.eager_call(reason)
+        tell_eager_call(reason, self.options, self.warned)
+        counters.kernels += self.plan.kernels
+        counters.rows += self.rows.count(self.key(args))
+        return self.eager(*args)
+
+    def count_replay(self, program: Program, bound: Bound) -> None:
+        """What one replay adds to the counters."""
+        counters.replays += 1
+        counters.kernels += self.plan.kernels
+        counters.recorded_kernels += program.recorded_kernels
+        counters.copied_bytes += bound.copied_bytes
+        counters.rows += bound.rows
+        counters.replayed_rows += bound.rows
+        counters.pad_rows += bound.pad_rows
+
+    def tell(self) -> None:
+        """The plan -> logs, TORCH_TRACE, files; again once it changed or is probed."""
+        if self.told == (self.plan, self.probed):
+            return
+        self.told = (self.plan, self.probed)
+        trace.log_plan(self.plan)
+        trace.trace_plan(self.plan, self.probed, self.compile_id)
+        self.dump = files.planned(
+            self.name, self.plan, self.gm, self.lowering, self.dump_directory, self.probed
+        )
+
+    def free(self) -> None:
+        """Frees the programs; the next calls record again."""
+        self.programs.free()
+        if self.aliases is not None:
+            self.aliases.expire()
+
+    def reset(self) -> None:
+        """Back to the state before the first call."""
+        self.free()
+        self.found.clear()
+        self.lost = None
+        self.seen.clear()
+        self.programs.wasted = 0
+        self.probed = False
+        self.rows.reset()
+        self.make_plan()
+        self.pool.let_go()

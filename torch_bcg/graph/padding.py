@@ -1,0 +1,243 @@
+"""Plan -> Plan: whether one size of a graph is padded, and what eager segments then see of a value.
+
+A recorded segment of a padded program works on more rows than the call has, so it must not let one
+row see another. Facts tell where it does; where they cannot, the plan says what has to be tried
+(`runtime.trial`). An eager segment is given the rows of the call alone, so what it takes must be
+one that can be cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch_bcg.graph.buckets import RowDim
+from torch_bcg.graph.ir import (
+    Cut,
+    EagerSegment,
+    GraphSegment,
+    Output,
+    Padding,
+    Plan,
+    Reason,
+    Segment,
+    TensorSpec,
+    Value,
+)
+from torch_bcg.graph.known import Facts, Mixing, TensorFact
+from torch_bcg.graph.lower import Lowering
+from torch_bcg.graph.sorting import where
+
+WRITTEN = "padded rows are written"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the author asked for.
+
+    Attributes:
+        rows: the size that is padded, or why there is none.
+        ladder: padded sizes, ascending.
+        independent: the author vouches that no row sees a later one.
+        fills: (placeholder, number) for padded rows of arguments that are not to be zero.
+        refused: what a trial found, or None.
+    """
+
+    rows: RowDim | str
+    ladder: tuple[int, ...]
+    independent: bool
+    fills: tuple[tuple[str, float], ...] = ()
+    refused: Reason | None = None
+
+
+def with_padding(plan: Plan, facts: Facts, lowering: Lowering, request: Request) -> Plan:
+    """``plan`` with `Plan.padding`, and with `EagerSegment.cuts` where it is padded."""
+    if plan.unrecorded is not None:
+        return plan
+    if isinstance(request.rows, str):
+        padding = Padding(refused=Reason("no padded size", "", detail=request.rows))
+        return dataclasses.replace(plan, padding=padding)
+    padder = _Padder(plan, facts, lowering, request)
+    found = request.refused or padder.refused()
+    padding = Padding(
+        request.rows.symbol,
+        request.rows.argument,
+        request.rows.dim,
+        request.ladder,
+        found,
+        () if found else padder.tried(),
+        request.fills,
+    )
+    plan = dataclasses.replace(plan, padding=padding)
+    return plan if found else padder.cut(plan)
+
+
+class _Padder:
+    def __init__(self, plan: Plan, facts: Facts, lowering: Lowering, request: Request) -> None:
+        self.plan, self.facts, self.lowering, self.request = plan, facts, lowering, request
+        self.eager = [s for s in plan.segments if isinstance(s, EagerSegment)]
+        self.uncut = {s.index: self.cannot_cut(s) for s in self.eager}
+        # What nobody marked may see all rows: it is eager only because it cannot be recorded.
+        self.all_rows = {
+            s.index
+            for s in self.eager
+            if self.uncut[s.index] and not any(r.kind == "mark" for r in s.reasons)
+        }
+        self.maker = {n: s.index for s in self.eager for n in s.outputs}
+
+    def tensors(self, name: str) -> tuple[TensorFact, ...]:
+        return self.facts.nodes[name].tensors
+
+    def holds_rows(self, name: str) -> bool:
+        return any(t.row_dims or t.uncut for t in self.tensors(name))
+
+    def reason(self, kind: str, name: str, detail: str) -> Reason:
+        return Reason(kind, name, where(self.lowering.nodes[name]), detail)
+
+    def uncut_reason(self, name: str) -> Reason | None:
+        """Why a value cannot be given to somebody who is to see the rows of the call alone."""
+        tensors = self.tensors(name)
+        if not self.holds_rows(name):
+            return None
+        for t in tensors:
+            if t.uncut or t.special:
+                return self.reason("rows cannot be cut", name, t.uncut or t.special)
+        if not self.facts.nodes[name].is_tensor:
+            return self.reason("rows cannot be cut", name, "a sequence of tensors")
+        return None
+
+    def cannot_cut(self, segment: Segment) -> Reason | None:
+        names = (*segment.inputs, *segment.carried, *segment.outputs)
+        return next(filter(None, map(self.uncut_reason, names)), None)
+
+    # whether
+
+    def refused(self) -> Reason | None:
+        """Why the size is not padded, or None."""
+        for s in self.eager:
+            found = self.uncut[s.index]
+            if found and s.index not in self.all_rows:
+                return found
+            for name in s.carried:
+                mine, its = s.index in self.all_rows, self.maker.get(name, -1) in self.all_rows
+                if self.holds_rows(name) and mine != its:
+                    return self.reason("rows cannot be cut", name, "seen both whole and cut")
+            if shared := self.copied_apart(s):
+                return shared
+        for v in self.plan.values:
+            found = self.uncut_reason(v.name) if v.home == "slot" else None
+            if found:
+                return found
+        for o in self.plan.outputs:
+            if o.how == "clone" and (found := self.uncut_reason(o.name)):
+                return found
+            if o.how == "carried" and self.maker.get(o.name, -1) in self.all_rows:
+                return self.reason("rows cannot be cut", o.name, "made of all rows and returned")
+        mixed = [m for m in self.mixing() if self.is_refused(m[1])]
+        mixed.sort(key=lambda m: not m[1].kind.startswith("contraction"))
+        return self.reason(mixed[0][1].kind, mixed[0][0], mixed[0][1].operator) if mixed else None
+
+    def is_refused(self, m: Mixing) -> bool:
+        if m.kind == WRITTEN:
+            return m.decided and not self.request.fills
+        return m.decided and not self.request.independent
+
+    def tried(self) -> tuple[Reason, ...]:
+        """What a trial has to show."""
+        declared = {name for name, _ in self.request.fills}
+        found = {
+            (m.kind, m.operator): self.reason(m.kind, name, m.operator)
+            for name, m in self.mixing()
+            if not (m.kind == WRITTEN and m.index in declared)
+        }
+        return tuple(found.values())
+
+    def mixing(self) -> Iterator[tuple[str, Mixing]]:
+        """What is done to rows where all of them are worked on."""
+        return ((n, m) for n in self.on_all_rows() for m in self.facts.nodes[n].mixing)
+
+    def on_all_rows(self) -> list[str]:
+        """Nodes that work on all rows, in order; views that only live segments remake are not."""
+        todo = [o.name for o in self.plan.outputs if o.how == "clone"]
+        todo += [v.name for v in self.plan.values if v.home in ("constant", "scratch")]
+        for s in self.plan.segments:
+            everything = isinstance(s, GraphSegment) or s.index in self.all_rows
+            todo += s.nodes if everything else s.inputs
+        seen: set[str] = set()
+        while todo:
+            name = todo.pop()
+            if name in seen or name not in self.lowering.nodes:
+                continue
+            seen.add(name)
+            taken = (p.name for p in self.lowering.nodes[name].all_input_nodes)
+            todo += [n for n in taken if n in self.lowering.floats]
+        live = {n for s in self.eager if s.index not in self.all_rows for n in s.nodes}
+        return sorted(seen - live, key=self.lowering.order.__getitem__)
+
+    def copied_apart(self, segment: EagerSegment) -> Reason | None:
+        """Values of one storage, of which one is written, that would be copied each by itself."""
+        cuts = self.cuts(segment)
+        for c in cuts:
+            others = [o for o in cuts if o.storage == c.storage and o.name != c.name]
+            if others and c.written and any(o.copied for o in (c, *others)):
+                return self.reason("rows cannot be cut", c.name, "written, and others share memory")
+        return None
+
+    # what is seen
+
+    def cuts(self, segment: Segment) -> tuple[Cut, ...]:
+        """What a segment takes and makes that holds rows, as far as it can be cut."""
+        if segment.index in self.all_rows:
+            return ()
+        made = segment.outputs if isinstance(segment, GraphSegment) else ()
+        names = [n for n in (*segment.inputs, *made) if self.holds_rows(n)]
+        cut = [n for n in names if self.uncut_reason(n) is None]
+        return tuple(self.cut_of(n, set(segment.writes)) for n in cut)
+
+    def cut_of(self, name: str, written: set[int]) -> Cut:
+        (t,) = self.tensors(name)
+        return Cut(
+            name, t.spec, t.storage, t.row_dims, self.is_copied(t.spec), t.storage in written
+        )
+
+    def is_copied(self, spec: TensorSpec) -> bool:
+        """Whether a stride of a dim longer than one follows the padded size."""
+        pairs = zip(spec.size, spec.stride, strict=True)
+        return any(self.follows(stride) for size, stride in pairs if size != "1")
+
+    def follows(self, expression: str) -> bool:
+        assert isinstance(self.request.rows, RowDim)
+        return self.request.rows.symbol in names_in(expression)
+
+    def cut(self, plan: Plan) -> Plan:
+        def segment(s: Segment) -> Segment:
+            s = dataclasses.replace(s, cuts=self.cuts(s))
+            if isinstance(s, EagerSegment):
+                s = dataclasses.replace(s, live=s.index not in self.all_rows)
+            return s
+
+        def value(v: Value) -> Value:
+            if v.spec is None or not self.facts.nodes[v.name].is_tensor:
+                return v
+            return dataclasses.replace(v, row_dims=self.tensors(v.name)[0].row_dims)
+
+        def output(o: Output) -> Output:
+            return dataclasses.replace(o, cut=self.cut_of(o.name, set())) if o.how == "clone" else o
+
+        return dataclasses.replace(
+            plan,
+            values=tuple(map(value, plan.values)),
+            segments=tuple(map(segment, plan.segments)),
+            outputs=tuple(map(output, plan.outputs)),
+        )
+
+
+def names_in(expression: str) -> set[str]:
+    """Symbols of an expression."""
+    return set(compile(expression, "<size>", "eval").co_names)
+
+
+def fills_of(pad: Mapping[str, float], names: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
+    """``pad`` by placeholder; ``names`` are the names that the author knows them by."""
+    return tuple((p, pad[k]) for p, n in names.items() for k in (n, p) if k in pad)

@@ -1,0 +1,168 @@
+"""Rules of operators that read or write at positions that a tensor says."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_bcg.graph.rows.call import POSITIONS, Call, dims_of
+from torch_bcg.graph.rows.states import ODD, State, States, Token, fresh
+
+
+def embedding(call: Call) -> list[States]:
+    """Rows of a table; a table of rows is asked for at positions nobody knows."""
+    weight = call.states(call["weight"])
+    if weight[0] is not None:
+        call.undecided()
+    return [(*map(fresh, call.states(call["indices"])), *map(fresh, weight[1:]))]
+
+
+def index_select(call: Call) -> list[States]:
+    """Positions of one dim."""
+    x = call.first
+    states = list(map(fresh, call.states(x)))
+    if not states:
+        return [()]
+    (dim,) = dims_of(call["dim"], x.dim())
+    if states[dim] is not None:
+        call.undecided()
+    index = call.states(call["index"])
+    states[dim] = fresh(index[0]) if index else None
+    return [tuple(states)]
+
+
+def _indexed(call: Call) -> tuple[States, list[int], list[torch.Tensor]]:
+    """States of the indices together, dims that they index, the index tensors."""
+    given = call["indices"]
+    dims = [d for d, i in enumerate(given) if i is not None]
+    tensors = [given[d] for d in dims]
+    return call.broadcast(call.states(i) for i in tensors), dims, tensors
+
+
+def _placed(states: States, dims: list[int], among: States) -> States:
+    """Dims of ``x[indices]``: those of the indices where they stand together, else in front."""
+    rest = [s for d, s in enumerate(states) if d not in dims]
+    at = _place(dims)
+    return (*rest[:at], *among, *rest[at:])
+
+
+def _placed_rows(states: States) -> bool:
+    return any(s is not None for s in states)
+
+
+def index(call: Call) -> list[States]:
+    """``index``: positions of some dims, by tensors broadcast together."""
+    states = tuple(map(fresh, call.states(call.first)))
+    among, dims, tensors = _indexed(call)
+    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+        if any(call.holds(n) for t in tensors for n in t.shape):
+            call.undecided()
+        return call.unknown()
+    for d, tensor in zip(dims, tensors, strict=True):
+        if states[d] is not None:
+            among = _at_positions(call, states[d], tensor, among)
+    return [_placed(states, dims, among) if dims else states]
+
+
+def _at_positions(call: Call, state: State, positions: torch.Tensor, among: States) -> States:
+    """Rows at positions: where every position is its own, as masks ask for, they stay."""
+    own = call.states(positions)
+    holding = [d for d, s in enumerate(own) if s is not None]
+    single = len(holding) == 1 and isinstance(own[holding[0]], Token)
+    if call.known.name(positions) != POSITIONS or not isinstance(state, Token) or not single:
+        call.undecided()
+        return among
+    at = holding[0] - len(own) + len(among)
+    return (*among[:at], call.join(among[at], state), *among[at + 1 :])
+
+
+def index_put(call: Call) -> list[States]:
+    """``index_put``: values at positions of some dims."""
+    states = call.states(call.first)
+    among, dims, tensors = _indexed(call)
+    values = call.states(call["values"])
+    call.index = tensors
+    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+        call.undecided()
+        return [tuple(map(fresh, states))]
+    target = _placed(states, dims, among)
+    written = call.broadcast([target, values], len(target))
+    # Rows of values count as well: an index of another size is a symbol of its own.
+    at = _place(dims)
+    stray = _placed_rows(written[at : at + len(among)]) and not call.outward
+    if stray or any(states[d] is not None for d in dims):
+        call.undecided()
+        return [tuple(map(fresh, states))]
+    rest = iter(_rest_of(written, dims, len(among)))
+    return [tuple(fresh(s) if d in dims else next(rest) for d, s in enumerate(states))]
+
+
+def _place(dims: list[int]) -> int:
+    together = dims == list(range(dims[0], dims[-1] + 1))
+    return dims[0] if together else 0
+
+
+def _rest_of(placed: States, dims: list[int], among: int) -> list[State]:
+    at = _place(dims)
+    return [*placed[:at], *placed[at + among :]]
+
+
+def gather(call: Call) -> list[States]:
+    """``gather``: along one dim; position ``p`` of the others reads position ``p``."""
+    x, positions = call.first, call.states(call["index"])
+    states = call.states(x)
+    if not states:
+        return [tuple(map(fresh, positions))]
+    (dim,) = dims_of(call["dim"], x.dim())
+    if states[dim] is not None:
+        call.undecided()
+    pairs = enumerate(zip(states, positions, strict=True))
+    return [tuple(fresh(i) if d == dim or i is None else call.join(s, i) for d, (s, i) in pairs)]
+
+
+def scatter(call: Call) -> list[States]:
+    """``scatter`` and its family: along one dim, position ``p`` of the others to position ``p``.
+
+    An index with rows where the target has none reaches memory that is not padded.
+    """
+    x = call.first
+    states = call.states(x)
+    positions, source = call.states(call["index"]), call.states(call["src"])
+    call.index = [call["index"]]
+    if not states:
+        return [states]
+    (dim,) = dims_of(call["dim"], x.dim())
+    result = []
+    for d, (s, i) in enumerate(zip(states, positions, strict=True)):
+        strays = s is None and i is not None and not call.outward
+        if strays or (d == dim and s is not None):
+            call.undecided()
+            result.append(fresh(s))
+        else:
+            result.append(call.join(s, i, *(source[d : d + 1] if d != dim else ())))
+    return [tuple(result)]
+
+
+def along(call: Call) -> list[States]:
+    """``index_add``, ``index_copy``, ``index_fill``: slices of one dim at positions."""
+    x = call.first
+    states = call.states(x)
+    positions = call.states(call["index"])
+    source = call.states(call["source"])
+    call.index = [call["index"]]
+    if not states:
+        return [states]
+    (dim,) = dims_of(call["dim"], x.dim())
+    moved = (*positions, *source[dim : dim + 1])
+    if states[dim] is not None or (_placed_rows(moved) and not call.outward):
+        call.undecided()
+    if len(source) == len(states):
+        source = (*source[:dim], None, *source[dim + 1 :])
+        return [call.broadcast([states, source], len(states))]
+    return [tuple(map(fresh, states))]
+
+
+def masked_scatter(call: Call) -> list[States]:
+    """Values in the order of the true elements: a later row never moves an earlier value."""
+    states = tuple(map(fresh, call.states(call.first)))
+    call.undecided()
+    return [tuple(ODD if s is not None else None for s in states)]

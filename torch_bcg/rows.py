@@ -1,0 +1,122 @@
+"""The padded size of one graph: what is asked of facts and plan, and where a call is padded to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+from torch._guards import TracingContext
+
+from torch_bcg.frame import argument_names
+from torch_bcg.graph.buckets import LADDER, RowDim, SizeGuards, find, row_dim
+from torch_bcg.graph.ir import Plan, Reason
+from torch_bcg.graph.known import Facts
+from torch_bcg.graph.lower import Lowering
+from torch_bcg.graph.padding import Request, fills_of, with_padding
+from torch_bcg.options import Options
+
+Key = tuple[int, ...]
+
+
+class Rows:
+    """One graph's; made while Dynamo calls the backend.
+
+    Attributes:
+        options: of the compile.
+        refused: what a trial found, or None.
+        agreed: a trial has shown that padding changes nothing.
+    """
+
+    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
+        self.options = options
+        self.ladder = LADDER if options.buckets == "ladder" else tuple(options.buckets or ())
+        self.names = argument_names(gm)
+        context = TracingContext.try_get()
+        shapes = context.fake_mode.shape_env if context and context.fake_mode else None
+        self.guards = SizeGuards(shapes) if shapes is not None else None
+        self.dim: RowDim | str = "no size varies"
+        self.symbols: tuple[str, ...] = ()
+        self.place = -1
+        self.untried = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the state before the first call."""
+        self.refused: Reason | None = None
+        self.agreed = False
+        self.found: dict[Key, Key | str] = {}
+
+    def choose(self, sizes: Mapping[str, tuple[str, ...]]) -> str:
+        """The symbol of rows, for `graph.facts`; "" if there is none."""
+        if self.ladder:
+            self.dim = row_dim(sizes, self.names, self.options.bucket_dim)
+        return self.dim.symbol if isinstance(self.dim, RowDim) else ""
+
+    def plan(self, plan: Plan, facts: Facts, lowering: Lowering) -> Plan:
+        """The pass that decides on padding; nothing where nobody asked."""
+        if not self.ladder:
+            return plan
+        request = Request(
+            self.dim,
+            self.ladder,
+            self.options.rows == "independent",
+            fills_of(dict(self.options.pad), self.fillable(plan)),
+            self.refused,
+        )
+        plan = with_padding(plan, facts, lowering, request)
+        self.found.clear()
+        self.symbols = tuple(s for s, _, _ in plan.symbols)
+        padded = plan.padding is not None and plan.padding.refused is None
+        self.place = self.symbols.index(plan.padding.symbol) if padded and plan.padding else -1
+        self.untried = bool(padded and plan.padding and plan.padding.tried)
+        return plan
+
+    def fillable(self, plan: Plan) -> Mapping[str, str]:
+        """Placeholders and what the author calls them."""
+        return {a: self.names.get(a, a) for a in plan.arguments}
+
+    @property
+    def padded(self) -> bool:
+        """Whether calls are padded, by what is known so far."""
+        return self.place >= 0
+
+    def key_for(self, key: Key) -> Key | str:
+        """The key that a call is padded to, its own, or why it is an eager call."""
+        if self.place < 0:
+            return key
+        found = self.found.get(key)
+        if found is None:
+            found = self.found[key] = self._key_for(key)
+        return found
+
+    def _key_for(self, key: Key) -> Key | str:
+        size = find(
+            key[self.place], self.ladder, self.options.max_padding, lambda n: self.allows(key, n)
+        )
+        if size == "guard":  # the graph is not for any padded size: recorded as it is
+            return key
+        return size if isinstance(size, str) else self.at(key, size)
+
+    def at(self, key: Key, size: int) -> Key:
+        """``key`` with another number of rows."""
+        return (*key[: self.place], size, *key[self.place + 1 :])
+
+    def allows(self, key: Key, size: int) -> bool:
+        """Whether the graph's guards hold at that number of rows."""
+        values = dict(zip(self.symbols, self.at(key, size), strict=True))
+        return self.guards is None or self.guards.allows(values)
+
+    def count(self, key: Key) -> int:
+        """Rows of a call, 0 where they are not padded."""
+        return key[self.place] if self.place >= 0 else 0
+
+    def most(self, key: Key) -> Key:
+        """The largest key that memory has to be taken for: slots are shared by all sizes."""
+        if self.place < 0:
+            return key
+        usable = [n for n in self.ladder if self.allows(key, n)]
+        return self.at(key, max([key[self.place], *usable]))
+
+    def due(self, key: Key, target: Key) -> bool:
+        """Whether a trial has to come before this call is padded."""
+        return self.untried and not self.agreed and key != target

@@ -1,0 +1,155 @@
+"""Checks of replays: each is wrapped around the steps when they are bound, none changes a result.
+
+``verify`` runs each recorded segment once more, eagerly, on copies of what it writes, and compares.
+``poison`` fills what nobody may read: the rows that a call does not have, and memory whose last
+reader ran. In a padded program it also runs each segment again on copies in which those rows are
+zero: if the call's own rows then come out otherwise, one of them was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_bcg.errors import CheckError
+from torch_bcg.graph import modes
+from torch_bcg.graph.ir import GraphSegment
+from torch_bcg.graph.sorting import where
+from torch_bcg.runtime import memory
+from torch_bcg.runtime.compare import difference, is_sampled, unreserved
+from torch_bcg.runtime.steps import Step
+from torch_bcg.runtime.trial import fill
+from torch_bcg.runtime.workspace import Workspace
+
+
+class Again:
+    """A recorded segment that can be run a second time, eagerly, on copies of what it writes."""
+
+    def __init__(self, space: Workspace, segment: GraphSegment) -> None:
+        self.space, self.segment = space, segment
+        self.code = space.lowering.segment(segment)
+        numbers = dict.fromkeys(s for _, _, s in segment.number_slots)
+        self.names = [*segment.inputs, *numbers]
+        self.operands = [space.resolve(n) for n in segment.inputs]
+        self.operands += [space.bound[s] for s in numbers]
+        self.outputs = [space.resolve(n) for n in segment.outputs]
+        bases = [space.bound[v.name] for v in space.plan.values if v.storage in segment.writes and
+                 v.name in space.bound]  # fmt: skip
+        written = {b.untyped_storage().data_ptr() for b in bases if isinstance(b, Tensor)}
+        self.written = {
+            i: x
+            for i, x in enumerate(self.operands)
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in written
+        }
+
+    def copies(self, of: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Copies of operands, which share memory where the operands do."""
+        made = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for make, parts in memory.out_of(of):
+                whole = make()
+                made.update({i: part(whole) for i, part in parts})
+        return made
+
+    def run(self, copies: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        """Results of the segment, which writes the copies."""
+        operands = [copies.get(i, x) for i, x in enumerate(self.operands)]
+        with modes.preserved(), torch.inference_mode(False), torch.no_grad():
+            results: Sequence[Tensor] = self.code.forward(*operands)
+        return results
+
+    def fail(self, check: str, name: str, apart: str, fix: str, sampled: bool) -> CheckError:
+        """The error for a value that is not what it should be."""
+        node = self.space.lowering.nodes[name]
+        return CheckError(
+            f"Segment {self.segment.index} gives another '{name}' replayed than run eagerly.",
+            where=f"{self.segment}, node '{name}'{', ' + where(node) if where(node) else ''}",
+            expected=f"what the same operations give eagerly (check={check!r})",
+            found=apart + (", of the rows that were sampled" if sampled else ""),
+            fix=fix,
+        )
+
+
+def verified(again: Again, replay: Step) -> Step:
+    """``replay``, then the same segment eagerly, compared in all that it makes and writes."""
+    if again.segment.random:
+        return replay  # it draws other numbers, rightly
+
+    def step() -> None:
+        copies = again.copies(again.written)
+        replay()
+        results = again.run(copies)
+        pairs = [*zip(again.segment.outputs, again.outputs, results, strict=True)]
+        pairs += [(again.names[i], x, copies[i]) for i, x in again.written.items()]
+        for name, ours, real in pairs:
+            apart = difference(ours, real)
+            if apart:
+                fix = (
+                    f"Run it unrecorded with execute='segments:{again.segment.index}'; if that is "
+                    "right, mark what reads host state in it with torch_bcg.eager_on_graph."
+                )
+                raise again.fail("verify", name, apart, fix, is_sampled(real))
+
+    return step
+
+
+Front = Callable[[Tensor, str, Sequence[int]], Tensor]
+
+
+def without_padding(again: Again, replay: Step, front: Front, clean: Mapping[str, float]) -> Step:
+    """``replay``, then the same segment on copies whose padded rows are zero, compared in front.
+
+    Args:
+        again: the segment.
+        replay: the step.
+        front: (whole tensor, name, row dims) -> the rows of the call.
+        clean: argument -> the number its padded rows hold, where that is not zero.
+    """
+    cuts = {c.name: c for c in again.segment.cuts}
+    rows = {i: again.operands[i] for i, n in enumerate(again.names) if n in cuts}
+    compared = {n: cuts[n].row_dims if n in cuts else () for n in again.names}
+    compared.update({n: cuts[n].row_dims if n in cuts else () for n in again.segment.outputs})
+    if again.segment.random:
+        return replay
+
+    def step() -> None:
+        copies = again.copies({**again.written, **rows})
+        for i in rows:
+            name = again.names[i]
+            dims = cuts[name].row_dims
+            real = front(copies[i], name, dims).clone()
+            fill(copies[i], dims, real, clean.get(name, 0.0), declared=True)
+        replay()
+        results = again.run(copies)
+        pairs = [*zip(again.segment.outputs, again.outputs, results, strict=True)]
+        pairs += [(again.names[i], x, copies[i]) for i, x in again.written.items()]
+        for name, ours, real in pairs:
+            dims = compared[name]
+            ours, real = (front(x, name, dims) for x in (ours, real))
+            if not dims:
+                ours, real = (unreserved(x, clean.values()) for x in (ours, real))
+            apart = difference(ours, real)
+            if apart:
+                fix = (
+                    "A row of the call follows from rows it does not have. Leave buckets out, or "
+                    "mark the operation with torch_bcg.eager_on_graph."
+                )
+                raise again.fail("poison", name, apart, fix, is_sampled(real))
+
+    return step
+
+
+def spoil(tensors: Sequence[Tensor]) -> Step:
+    """Fills memory that nobody may read any more."""
+    places = [memory.once(t)(t) for t in tensors]
+
+    def step() -> None:
+        for t in places:
+            if t.is_floating_point() or t.is_complex():
+                t.fill_(float("nan"))
+            elif t.dtype != torch.bool:
+                t.fill_(torch.iinfo(t.dtype).max)
+
+    return step

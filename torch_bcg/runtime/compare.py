@@ -1,0 +1,54 @@
+"""Whether two tensors agree, but for the rounding of other kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# Of the largest value compared: a kernel for another size adds in another order.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+# Elements above which rows are sampled: comparing must not take longer than computing.
+SAMPLED = 1 << 24
+
+
+def is_sampled(t: Tensor) -> bool:
+    """Whether only some rows of a tensor are compared."""
+    return t.numel() > SAMPLED and t.dim() > 0
+
+
+def unreserved(t: Tensor, reserved: Iterable[float]) -> Tensor:
+    """``t`` without the rows of its first dim that padding may write."""
+    rows = [int(r) for r in reserved if t.dim() and 0 <= r < t.shape[0]]
+    if not rows:
+        return t
+    keep = torch.ones(t.shape[0], dtype=torch.bool, device=t.device)
+    keep[rows] = False
+    return t[keep]
+
+
+def difference(ours: Tensor, real: Tensor) -> str:
+    """What tells two tensors apart, in words; "" if they agree."""
+    if ours.shape != real.shape or ours.dtype != real.dtype:
+        return f"{ours.dtype}{list(ours.shape)} for {real.dtype}{list(real.shape)}"
+    if not real.numel():
+        return ""
+    if is_sampled(real):
+        every = -(-real.numel() // SAMPLED)
+        rows = torch.arange(0, real.shape[0], every, device=real.device)
+        ours, real = ours[rows], real[rows]
+    if not (real.is_floating_point() or real.is_complex()):
+        count = int((ours != real).sum())
+        return f"{count} of {real.numel()} elements differ" if count else ""
+    ours, real = ours.detach(), real.detach()
+    finite = real.isfinite()
+    if not torch.equal(ours.isfinite(), finite):
+        return "infinite or not a number in other places"
+    wide = torch.complex128 if real.is_complex() else torch.float64
+    a, b = ours[finite].to(wide), real[finite].to(wide)
+    if not b.numel():
+        return ""
+    largest, apart = float(b.abs().max()), float((a - b).abs().max())
+    allowed = TOLERANCE.get(real.dtype, 1e-1) * max(largest, 1e-6)
+    return f"off by {apart:.3g} where values go up to {largest:.3g}" if apart > allowed else ""

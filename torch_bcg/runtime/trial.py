@@ -1,0 +1,306 @@
+"""One trial of a padded size: does what a call's own rows become depend on rows it does not have?
+
+A real run of the call keeps what crosses between recorded and eager segments. Then everything but
+the live eager segments runs again, padded, on clones of all it writes, with two fillings of the
+rows that the call does not have; whatever the kept run knows has to come out the same. No marked
+operation runs twice and nothing of the caller's is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torch_bcg.graph import modes
+from torch_bcg.graph.ir import EagerSegment, Plan, Reason
+from torch_bcg.graph.known import Facts, TensorFact
+from torch_bcg.graph.lower import Lowering
+from torch_bcg.graph.sizes import at_sizes
+from torch_bcg.graph.sorting import where
+from torch_bcg.marking import plain_function
+from torch_bcg.runtime import memory
+from torch_bcg.runtime.compare import difference, unreserved
+
+LARGE = 1e3
+Filling = float
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one live node took and made: clones, by place among its operands.
+
+    Attributes:
+        taken: tensors with rows, as they were before it.
+        written: operands that it wrote, as they were after it.
+        made: its result.
+    """
+
+    taken: dict[fx.Node, Tensor] = field(default_factory=dict)
+    written: dict[fx.Node, Tensor] = field(default_factory=dict)
+    made: Any = None
+
+
+class Trial:
+    """One graph, one call, one padded size."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        plan: Plan,
+        facts: Facts,
+        lowering: Lowering,
+        key: tuple[int, ...],
+        padded: tuple[int, ...],
+    ) -> None:
+        self.gm, self.plan, self.facts, self.lowering = gm, plan, facts, lowering
+        symbols = [s for s, _, _ in plan.symbols]
+        self.numbers = dict(zip(symbols, padded, strict=True))
+        live = [s for s in plan.segments if isinstance(s, EagerSegment) and s.live]
+        self.live = {n for s in live for n in s.nodes}
+        others = [n for n in facts.nodes if n not in self.live]
+        self.written_again = {s for n in others for s in facts.nodes[n].writes}
+        specs = {
+            (n, i): t.spec
+            for n, f in facts.nodes.items()
+            if n in self.live or n in plan.arguments
+            for i, t in enumerate(f.tensors)
+            if not t.unbacked and not t.special
+        }
+        self.geometries = at_sizes(specs, symbols, padded)
+        self.static = {v.name for v in plan.values if v.home == "static"}
+        padding = plan.padding
+        assert padding is not None
+        self.fills = dict(padding.fills)
+        vouched = any(r.kind in VOUCHED for r in padding.tried)
+        # What the author vouches for may multiply padded rows by zero, which NaN would show as use.
+        self.fillings: tuple[Filling, ...] = (LARGE, 0.0) if vouched else (float("nan"), LARGE)
+        self.kept: dict[str, Kept] = {}
+        self.before: dict[int, Tensor] = {}
+
+    def run(self, args: Sequence[Any]) -> tuple[Any, Reason | None]:
+        """The result of the call, and why its size cannot be padded, or None."""
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        for i, p in enumerate(placeholders):
+            tensors = self.facts.nodes[p.name].tensors
+            if any(t.storage in self.written_again for t in tensors):
+                self.before[i] = args[i].clone()
+        with modes.preserved():
+            result = _Real(self).run(*args)
+        for filling in self.fillings:
+            reason = self.padded_run(args, result, filling)
+            if reason is not None:
+                return result, reason
+        return result, None
+
+    def padded_run(self, args: Sequence[Any], result: Any, filling: Filling) -> Reason | None:
+        """One run at the padded size; what it shows against padding."""
+        names = self.plan.arguments
+        given = [
+            self.argument(i, n, x, filling)
+            for i, (n, x) in enumerate(zip(names, args, strict=True))
+        ]
+        run = _Padded(self, filling)
+        devices = [torch.device(self.plan.device)] if "cuda" in self.plan.device else []
+        try:
+            with modes.preserved(), torch.random.fork_rng(devices):
+                outputs = run.run(*given)
+        except _Differs as found:
+            return found.reason
+        except Exception as error:  # anybody's operator, at a size it was never called with
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            return Reason("fails at a padded size", "", detail=text)
+        (node,) = self.gm.graph.find_nodes(op="output")
+        leaves = zip(
+            pytree.tree_leaves(node.args[0]),
+            pytree.tree_leaves(outputs),
+            pytree.tree_leaves(result),
+            strict=True,
+        )
+        try:
+            for leaf, ours, real in leaves:
+                if isinstance(leaf, fx.Node) and isinstance(real, Tensor):
+                    self.compare(leaf, 0, ours, real)
+            for i in self.before:
+                self.compare(
+                    placeholders_of(self.gm)[i], 0, given[i], args[i], memory_of_caller=True
+                )
+        except _Differs as found:
+            return found.reason
+        return None
+
+    def argument(self, i: int, name: str, x: Any, filling: Filling) -> Any:
+        """An argument of the padded run."""
+        f = self.facts.nodes[name]
+        if not isinstance(x, Tensor):
+            return self.numbers.get(f.expr, x)
+        x = self.before.get(i, x)
+        (t,) = f.tensors
+        if not t.row_dims:
+            return x.clone() if i in self.before else x
+        return self.padded((name, 0), t, x, self.fills.get(name, filling), name in self.fills)
+
+    def padded(
+        self,
+        place: tuple[str, int],
+        t: TensorFact,
+        x: Tensor,
+        filling: Filling,
+        declared: bool = False,
+    ) -> Tensor:
+        """``x`` with more rows."""
+        whole = memory.allocate(t.spec, self.geometries[place])
+        front = fill(whole, t.row_dims, x, filling, declared)
+        memory.once(front)(front).copy_(memory.once(front)(x))
+        return whole
+
+    def compare(
+        self, node: fx.Node, i: int, ours: Tensor, real: Tensor, memory_of_caller: bool = False
+    ) -> None:
+        """Raises where a padded run gives a call's own rows otherwise."""
+        t = self.facts.nodes[node.name].tensors[i]
+        if t.special or (t.uncut and not t.row_dims):
+            return
+        front = ours
+        for d in t.row_dims:
+            front = front.narrow(d, 0, min(real.shape[d], front.shape[d]))
+        if memory_of_caller and not t.row_dims:
+            front, real = (unreserved(x, self.fills.values()) for x in (front, real))
+        apart = difference(front, real)
+        if apart:
+            raise _Differs(
+                Reason(
+                    "padded rows change others", node.name, where(node),
+                    f"written memory, {apart}" if memory_of_caller else apart,
+                )
+            )  # fmt: skip
+
+
+# What facts refuse by themselves; everything else that is tried they only cannot tell.
+VOUCHED = (
+    "contraction over tokens", "softmax over tokens", "reduction over tokens",
+    "convolution over tokens",
+)  # fmt: skip
+
+
+class _Differs(Exception):  # noqa: N818 - it ends a run, it is no error of anybody
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, trial: Trial) -> None:
+        super().__init__(trial.gm, garbage_collect_values=True)
+        self.extra_traceback = False
+        self.trial = trial
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(plain_function(target) or target, args, kwargs)
+
+    def operands(self, n: fx.Node, wanted: Callable[[TensorFact], bool]) -> dict[fx.Node, Tensor]:
+        """Tensors that a node takes, by the node they come from."""
+        facts = self.trial.facts.nodes
+        return {
+            p: self.env[p]
+            for p in n.all_input_nodes
+            if isinstance(self.env[p], Tensor) and any(map(wanted, facts[p.name].tensors))
+        }
+
+
+class _Real(_Interpreter):
+    """The call itself, which keeps clones of what live nodes take and make."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.name not in self.trial.live:
+            return super().run_node(n)
+        f = self.trial.facts.nodes[n.name]
+        kept = self.trial.kept[n.name] = Kept()
+        kept.taken = {p: x.clone() for p, x in self.operands(n, lambda t: bool(t.row_dims)).items()}
+        result = super().run_node(n)
+        written = self.operands(n, lambda t: t.storage in f.writes and self.is_made(t))
+        kept.written = {p: x.clone() for p, x in written.items()}
+        kept.made = pytree.tree_map_only(Tensor, Tensor.clone, result)
+        return result
+
+    def is_made(self, t: TensorFact) -> bool:
+        """Whether memory is the graph's own, or an argument that is padded."""
+        origin = self.trial.facts.origin[t.storage]
+        return origin not in self.trial.static
+
+
+class _Padded(_Interpreter):
+    """All but the live nodes, on padded values."""
+
+    def __init__(self, trial: Trial, filling: Filling) -> None:
+        super().__init__(trial)
+        self.filling = filling
+
+    def run_node(self, n: fx.Node) -> Any:
+        trial = self.trial
+        if n.name not in trial.live:
+            return super().run_node(n)
+        kept, facts = trial.kept[n.name], trial.facts.nodes
+        for p, real in kept.taken.items():
+            trial.compare(p, 0, self.env[p], real)
+        for p, real in kept.written.items():
+            (t,) = facts[p.name].tensors
+            front = fill(self.env[p], t.row_dims, real, self.filling)
+            front.copy_(real)
+        leaves, spec = pytree.tree_flatten(kept.made)
+        made, i = [], 0
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                leaf, i = self.made(n, i, leaf), i + 1
+            made.append(leaf)
+        return pytree.tree_unflatten(made, spec)
+
+    def made(self, n: fx.Node, i: int, real: Tensor) -> Tensor:
+        """A result of a live node, with more rows."""
+        trial = self.trial
+        f = trial.facts.nodes[n.name]
+        t = f.tensors[i]
+        if f.same_as:
+            same: Tensor = self.env[trial.lowering.nodes[f.same_as]]
+            return same
+        if trial.facts.origin[t.storage] != n.name and t.row_dims:
+            raise _Differs(Reason("cannot be tried", n.name, where(n), "returns a view"))
+        return trial.padded((n.name, i), t, real, self.filling) if t.row_dims else real.clone()
+
+
+def placeholders_of(gm: fx.GraphModule) -> list[fx.Node]:
+    """The arguments of a graph."""
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def fill(
+    whole: Tensor, dims: Sequence[int], real: Tensor, filling: Filling, declared: bool = False
+) -> Tensor:
+    """Fills the rows that ``real`` does not have, and returns the front for those it has.
+
+    Integers and booleans take values of real rows, since another one may be no index at all.
+    """
+    front = whole
+    for d in dims:
+        have = real.shape[d]
+        if front.shape[d] > have and front.stride(d):  # expanded rows are one row
+            tail = front.narrow(d, have, front.shape[d] - have)
+            if declared or whole.is_floating_point() or whole.is_complex() or not have:
+                tail.fill_(filling)
+            else:
+                tail.copy_(_repeated(real, front.shape, dims, d, have))
+        front = front.narrow(d, 0, have)
+    return front
+
+
+def _repeated(real: Tensor, size: Sequence[int], dims: Sequence[int], d: int, have: int) -> Tensor:
+    """Rows of ``real`` again and again, to fill what lies behind ``have`` in dim ``d``."""
+    for e in dims:
+        first = have if e == d else 0
+        wanted = torch.arange(first, size[e], device=real.device) % real.shape[e]
+        real = real.index_select(e, wanted)
+    return real
