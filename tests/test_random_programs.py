@@ -7,8 +7,8 @@ with `poison`, and memory is taken and freed between the calls.
 ``python tests/test_random_programs.py cpu 0 5000`` tries those seeds, outside pytest.
 """
 
-import copy
 import contextlib
+import copy
 import itertools
 import linecache
 import sys
@@ -123,9 +123,7 @@ AROUND = "with torch.fx.traceback.annotate({'bcg': 'eager'}):\n    "
 def statement(random, env, name, padded):
     """One statement over the tensors in ``env``; it may not run."""
     rowwise = padded and random.random() < 0.95
-    views, pure, writes = (
-        (ROW_VIEWS, ROW_PURE, ROW_WRITES) if rowwise else (VIEWS, PURE, WRITES)
-    )
+    views, pure, writes = (ROW_VIEWS, ROW_PURE, ROW_WRITES) if rowwise else (VIEWS, PURE, WRITES)
     tensors = [k for k, v in env.items() if isinstance(v, Tensor)]
     x = random.choice(tensors[-3:] if random.random() < 0.4 else tensors)
     like = [k for k in tensors if env[k].shape == env[x].shape]

@@ -68,7 +68,7 @@ class CompiledGraph:
         self.gm = inlined(gm)
         self.eager = plain(self.gm)
         self.static = static_arguments(gm, example_inputs)
-        self.rows = Rows(gm, options)
+        self.rows = Rows(gm, example_inputs, options)
         self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
         if self.facts.whole is not None:
             same_as = {n: f.same_as for n, f in self.facts.nodes.items() if f.same_as}
@@ -84,6 +84,7 @@ class CompiledGraph:
         self.dump_directory, self.compile_id = files.chosen(options.dump), trace.compile_id()
         self.found: dict[str, Reason] = {}
         self.lost: Reason | None = None
+        self.generation = -1
         self.programs = Programs(self.pool)
         self.slots = Slots()
         self.seen: dict[Key, int] = {}  # real runs by key
@@ -96,6 +97,8 @@ class CompiledGraph:
     def make_plan(self) -> None:
         """Facts, marks and what the probe found -> plan; programs of an older plan are freed."""
         generation = marking.generation()
+        if generation != self.generation:
+            self.rows.reset()
         plan = self.planned()
         while isinstance(plan, NoAddressError):
             self.found.update((n, Reason("no address", n)) for n in plan.nodes)
@@ -172,11 +175,9 @@ class CompiledGraph:
         if moved:
             tell_moved(moved, self.options)
         self.programs.sweep(args)
-        most = self.options.max_programs
-        # The ladder is the limit of what is padded.
-        if not self.rows.padded and self.programs.of_the_set(args) >= most:
+        if self.programs.of_the_set(args) >= self.rows.limit():
             return self.run_eagerly(args, "max_programs")
-        if self.programs.wasted >= most:
+        if self.programs.wasted >= self.options.max_programs:
             return self.run_eagerly(args, "static tensors that are new at every call")
         self.pool.order()
         with self.pool.in_use():
@@ -195,6 +196,8 @@ class CompiledGraph:
         """The first call: its report adds cuts, with which the graph is planned again."""
         counters.probes += 1
         result = self.run_watched(key, args)
+        if self.rows.look(key):
+            self.make_plan()
         self.probed = True
         self.seen[key] = 2  # recorded at once: the probe looked at this very key
         self.tell()
@@ -213,7 +216,7 @@ class CompiledGraph:
         counters.warming += 1
         trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target)
         result, reason = trial.run(args)
-        self.rows.agreed, self.rows.refused = reason is None, reason
+        self.rows.tried(reason)
         if reason is not None:
             self.make_plan()
         self.seen[key] = self.seen.get(key, 0) + 1

@@ -19,6 +19,7 @@ __all__ = [
     "MovedError",
     "OptionError",
     "OutputError",
+    "StreamError",
 ]
 
 
@@ -118,6 +119,13 @@ class OutputError(BCGError):
 
     Raised when shape or dtype differ, or when the output aliases memory that nobody
     planned, while a recorded segment reads it.
+    """
+
+
+class StreamError(BCGError):
+    """Work on a side stream is not joined where a recorded segment ends.
+
+    Raised when the plan is made, for a fork that Dynamo sees and a cut that is known by then.
     """
 
 

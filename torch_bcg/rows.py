@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx
 from torch._guards import TracingContext
 
@@ -18,38 +19,56 @@ from torch_bcg.options import Options
 Key = tuple[int, ...]
 
 
+_GUARD = Reason("guard", "", detail="Dynamo made the graph for no size of the ladder")
+
+
 class Rows:
     """One graph's; made while Dynamo calls the backend.
 
     Attributes:
         options: of the compile.
         refused: what a trial found, or None.
-        agreed: a trial has shown that padding changes nothing.
+        agreed: what a trial has shown to change nothing.
     """
 
-    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[object], options: Options
+    ) -> None:
         self.options = options
         self.ladder = LADDER if options.buckets == "ladder" else tuple(options.buckets or ())
         self.names = argument_names(gm)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        # Of [tokens, features] both may vary; nobody pads features.
+        self.with_features = {
+            p.name
+            for p, x in zip(placeholders, example_inputs, strict=True)
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1
+        }
         context = TracingContext.try_get()
         shapes = context.fake_mode.shape_env if context and context.fake_mode else None
         self.guards = SizeGuards(shapes) if shapes is not None else None
         self.dim: RowDim | str = "no size varies"
         self.symbols: tuple[str, ...] = ()
         self.place = -1
-        self.untried = False
+        self.untried: tuple[Reason, ...] = ()
         self.reset()
 
     def reset(self) -> None:
         """Back to the state before the first call."""
         self.refused: Reason | None = None
-        self.agreed = False
+        self.agreed: tuple[Reason, ...] = ()
+        self.usable = self.ladder
         self.found: dict[Key, Key | str] = {}
 
     def choose(self, sizes: Mapping[str, tuple[str, ...]]) -> str:
         """The symbol of rows, for `graph.facts`; "" if there is none."""
+        wanted = self.options.bucket_dim
         if self.ladder:
-            self.dim = row_dim(sizes, self.names, self.options.bucket_dim)
+            if wanted is None:
+                sizes = {
+                    n: (*s[:-1], "") if n in self.with_features else s for n, s in sizes.items()
+                }
+            self.dim = row_dim(sizes, self.names, wanted)
         return self.dim.symbol if isinstance(self.dim, RowDim) else ""
 
     def plan(self, plan: Plan, facts: Facts, lowering: Lowering) -> Plan:
@@ -58,17 +77,18 @@ class Rows:
             return plan
         request = Request(
             self.dim,
-            self.ladder,
+            self.usable,
             self.options.rows == "independent",
             fills_of(dict(self.options.pad), self.fillable(plan)),
-            self.refused,
+            self.refused or (None if self.usable else _GUARD),
         )
         plan = with_padding(plan, facts, lowering, request)
         self.found.clear()
         self.symbols = tuple(s for s, _, _ in plan.symbols)
         padded = plan.padding is not None and plan.padding.refused is None
         self.place = self.symbols.index(plan.padding.symbol) if padded and plan.padding else -1
-        self.untried = bool(padded and plan.padding and plan.padding.tried)
+        tried = plan.padding.tried if padded and plan.padding else ()
+        self.untried = tuple(r for r in tried if r not in self.agreed)
         return plan
 
     def fillable(self, plan: Plan) -> Mapping[str, str]:
@@ -106,6 +126,13 @@ class Rows:
         values = dict(zip(self.symbols, self.at(key, size), strict=True))
         return self.guards is None or self.guards.allows(values)
 
+    def look(self, key: Key) -> bool:
+        """Which padded sizes the graph is for, once Dynamo has finished; whether that is news."""
+        before = self.usable
+        if self.padded:
+            self.usable = tuple(n for n in self.ladder if self.allows(key, n))
+        return self.usable != before
+
     def count(self, key: Key) -> int:
         """Rows of a call, 0 where they are not padded."""
         return key[self.place] if self.place >= 0 else 0
@@ -119,4 +146,13 @@ class Rows:
 
     def due(self, key: Key, target: Key) -> bool:
         """Whether a trial has to come before this call is padded."""
-        return self.untried and not self.agreed and key != target
+        return bool(self.untried) and key != target
+
+    def tried(self, refused: Reason | None) -> None:
+        """What a trial found; the graph is planned again if it refuses."""
+        self.refused = refused
+        self.agreed, self.untried = (*self.agreed, *self.untried), ()
+
+    def limit(self) -> int:
+        """Most programs of one set of static tensors: the ladder comes on top of other shapes."""
+        return self.options.max_programs + (len(self.ladder) if self.padded else 0)

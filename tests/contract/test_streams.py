@@ -1,17 +1,15 @@
 """Streams of the user's: what forks and joins inside a recorded segment records, or is an error.
 
-Dynamo leaves ``with torch.cuda.stream(s)`` as a note on the nodes and the waits as operators of
-``torch.ops.streams``; an operator of the user's may fork inside itself as well, unseen.
+Dynamo leaves ``with torch.cuda.stream(s)`` as a note on the nodes and the waits as nodes; an
+operator of the user's may fork inside itself as well, unseen. See also tests/graph/test_streams.py.
 """
-
-import re
 
 import pytest
 import torch
 from torch import Tensor
 
 import torch_bcg
-from torch_bcg.errors import BCGError
+from torch_bcg.errors import BCGWarning, StreamError
 from twin import assert_same, check, counted, plus_one
 
 pytestmark = pytest.mark.cuda
@@ -181,6 +179,16 @@ def line_of(function, text):
     return f"{code.co_filename.rsplit('/', 1)[-1]}:{number}"
 
 
+def stream_error(fn):
+    """The error with which a compiled function ends, out of what Dynamo puts around it."""
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad(), pytest.raises(Exception, match="stream") as caught:
+        compiled(rows())
+    error = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(error, StreamError), error
+    return error
+
+
 def test_a_fork_that_crosses_a_mark_is_an_error_that_names_both(side):
     def fn(x):
         main = torch.cuda.current_stream()
@@ -191,13 +199,10 @@ def test_a_fork_that_crosses_a_mark_is_an_error_that_names_both(side):
         main.wait_stream(side)
         return y + z
 
-    compiled = torch.compile(fn, backend="bcg")
-    with torch.no_grad(), pytest.raises(Exception, match="stream") as caught:
-        compiled(rows())
-    error = next(e for e in (caught.value, caught.value.__cause__) if isinstance(e, BCGError))
-    assert line_of(fn, "# the fork") in str(error)
-    assert line_of(fn, "# the cut") in str(error)
-    assert "wait_stream" in str(error)
+    error = stream_error(fn)
+    assert line_of(fn, "# the fork") in error.where
+    assert line_of(fn, "# the cut") in error.where
+    assert "wait_stream" in error.fix
 
 
 def test_a_fork_that_nobody_joins_is_an_error_that_names_it(side):
@@ -208,11 +213,32 @@ def test_a_fork_that_nobody_joins_is_an_error_that_names_it(side):
             x.add_(1)
         return y
 
-    compiled = torch.compile(fn, backend="bcg")
-    with torch.no_grad(), pytest.raises(Exception, match="stream") as caught:
-        compiled(rows())
-    error = next(e for e in (caught.value, caught.value.__cause__) if isinstance(e, BCGError))
-    assert line_of(fn, "# the fork") in str(error)
+    error = stream_error(fn)
+    assert line_of(fn, "# the fork") in error.where
+    assert "the end of the graph" in error.where
+
+
+def test_a_cut_that_only_the_first_call_shows_is_no_error(side):
+    """Nobody could see it coming; what was forked before it is joined there."""
+
+    def looks(x: Tensor) -> Tensor:
+        return x * 2 if x.tolist() else x
+
+    made = torch.library.custom_op(f"{NAME}::looks", looks, mutates_args=())
+    made.register_fake(torch.empty_like)
+
+    def fn(x):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            z = x.cos()
+        y = made(x + 1)
+        main.wait_stream(side)
+        return y + z
+
+    compiled = check(fn, lambda i: (rows(),))
+    reasons = [r for p in torch_bcg.programs(compiled) for r in p.plan.reasons]
+    assert [(r.kind, r.detail.split(",")[0]) for r in reasons] == [("host read", f"{NAME}::looks")]
 
 
 def test_a_fork_inside_an_eager_stretch_is_nobodys_business(side):
@@ -269,36 +295,79 @@ def test_a_pair_of_operators_in_one_segment_is_recorded(side):
     assert marks_alone(compiled)
 
 
-@pytest.mark.parametrize("joined_later", [True, False])
-def test_an_operator_whose_stream_crosses_a_cut_is_an_error_that_names_both(side, joined_later):
-    """meta-pytorch/breakable-cuda-graphs TestDebugForkTracking: which fork was not joined, where."""
+def across_a_cut(side):
     forks, joins = forking(side, joins=False), joining(side)
 
     def fn(x):
-        y = forks(x + 1)  # the fork
-        z = plus_one(x)  # the cut
-        return (joins(y) if joined_later else y) + z
+        y = forks(x + 1)
+        z = plus_one(x)
+        return joins(y) + z
+
+    return fn
+
+
+def test_an_operator_whose_stream_crosses_a_cut_is_a_cut_that_says_so(side):
+    """meta-pytorch/breakable-cuda-graphs TestDebugForkTracking: which fork was not joined, where.
+
+    Nothing shows it before the recording ends, so it is not too late: the operator runs eagerly.
+    """
+    compiled = check(across_a_cut(side), lambda i: (rows(),))
+    torch.cuda.synchronize()
+    reasons = [r for p in torch_bcg.programs(compiled) for r in p.plan.reasons]
+    (fork,) = [r for r in reasons if "was not joined" in r.detail]
+    assert fork.kind == "cannot be recorded"
+    assert f"{NAME}::forks" in fork.detail
+
+
+def test_after_such_a_recording_the_device_works_on(side):
+    check(across_a_cut(side), lambda i: (rows(),))
+    torch.cuda.synchronize()
+    torch.rand(3, device="cuda")
+    torch.cuda.empty_cache()
+    check(lambda x: plus_one(x * 2) * 3, lambda i: (rows(),))
+    check(lambda x: by_wait_stream(side, x), lambda i: (rows(),), exact=False)
+
+
+# Work outside the graph.
+
+
+def test_a_wait_for_work_outside_the_graph_is_kept(side):
+    """The argument is filled on another stream, and a copy of it before the wait would be older."""
+
+    def fn(x):
+        torch.cuda.current_stream().wait_stream(side)
+        return x * 2
 
     compiled = torch.compile(fn, backend="bcg")
-    with torch.no_grad(), pytest.raises(BCGError, match=re.escape(f"{NAME}::forks")) as caught:
-        for _ in range(3):
-            compiled(rows())
-    torch.cuda.synchronize()
-    assert line_of(fn, "# the fork") in str(caught.value)
-    assert line_of(fn, "# the cut") in str(caught.value)
+    with torch.no_grad(), counted() as counts, pytest.warns(BCGWarning, match="outside stream"):
+        for i in range(4):
+            x = torch.zeros(4, 6, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(10**7)
+                x.fill_(i)
+            assert_same(compiled(x), torch.full_like(x, 2 * i))
+            torch.cuda.synchronize()
+    assert counts.num_eager == 4
 
 
-def test_after_such_an_error_the_device_works_on(side):
-    forks = forking(side, joins=False)
-    with torch.no_grad():
-        with pytest.raises(BCGError):
-            compiled = torch.compile(lambda x: plus_one(forks(x)) * 3, backend="bcg")
-            for _ in range(3):
-                compiled(rows())
-        torch.cuda.synchronize()
-        torch.rand(3, device="cuda")
-        torch.cuda.empty_cache()
-        check(lambda x: plus_one(x * 2) * 3, lambda i: (rows(),))
+def test_work_outside_that_follows_the_graph_does_follow_it(side):
+    def fn(x):
+        y = x
+        for _ in range(200):
+            y = y @ x
+        side.wait_stream(torch.cuda.current_stream())
+        return y
+
+    compiled = torch.compile(fn, backend="bcg")
+    x = torch.eye(512, device="cuda")
+    with torch.no_grad(), pytest.warns(BCGWarning, match="outside stream"):
+        for _ in range(4):
+            y = compiled(x)
+            with torch.cuda.stream(side):
+                got = y.clone()
+            torch.cuda.synchronize()
+            assert_same(got, x)
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,12 @@ TRIED = {
         "unlike rows?",
         ["dim 0 is 2*s"],
     ),
+    "merged_both_ways": (
+        lambda x: x.view(-1, 4) + x.transpose(0, 1).reshape(-1, 4),
+        batched,
+        "unlike rows?",
+        ["dim 0 is 2*s"],
+    ),
     "first_of_merged": (lambda x: x.view(-1, 4)[:20], batched, "slice?", NONE),
     "one_of_merged": (lambda x: x.view(-1, 4)[20], batched, "select?", NONE),
     "every_other_and_first": (

@@ -34,6 +34,7 @@ from torch_bcg.graph.known import Facts, Kind, NodeFacts, TensorFact
 from torch_bcg.graph.modes import is_mode, preserved
 from torch_bcg.graph.rows.follow import Rows, RowsOf, in_place
 from torch_bcg.graph.storages import Storages
+from torch_bcg.graph.streams import role_of, stream_facts
 
 
 def fake_arguments(example_inputs: Sequence[object]) -> tuple[FakeTensorMode, list[Any]]:
@@ -158,6 +159,12 @@ class _Pass:
         if is_mode(node):
             self.env[node] = self.call(node)
             return NodeFacts("mode")
+        stream = stream_facts(node)
+        if stream is not None:
+            self.env[node] = node.meta.get("example_value")
+            if role_of(node) == "outside" and stream.cause is not None:
+                self.whole = self.whole or (*stream.cause, node.name)
+            return stream
         if any(p in self.unknown for p in node.all_input_nodes):
             return self.unknown_node(node, "depends on unknown facts")
         return self.computed(node)

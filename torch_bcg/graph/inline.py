@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_bcg.graph.streams import note_streams
+
 # Changes of a tensor's own geometry that are views otherwise.
 _GEOMETRY = {
     n + "_": n
@@ -23,13 +25,17 @@ _INLINED = ("tag_activation_checkpoint", "invoke_subgraph", "wrap", "wrap_activa
 
 
 def inlined(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of ``gm`` in which those regions are nodes like others; names stay the same."""
+    """A copy of ``gm`` in which those regions are nodes like others; names stay the same.
+
+    What Dynamo knows of streams is noted on its nodes, see `graph.streams`.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     _copy(gm, graph, env, prefix="")
     result = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
     result.meta = dict(gm.meta)
     forget_arguments(result.graph)
+    note_streams(result.graph)
     return result
 
 

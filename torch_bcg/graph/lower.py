@@ -158,17 +158,18 @@ class Needs:
         self.inside: set[str] = set()
 
 
-def interpret(gm: fx.GraphModule, args: Sequence[object]) -> Any:
-    """Runs a lowered module node by node; an exception names the node (see `failed_node`)."""
-    return _Tracked(gm).run(*args)
+class Tracked(fx.Interpreter):
+    """Runs a lowered module node by node; an exception names the node (see `failed_node`).
 
+    ``collect``: lets go of each value after its last reader.
+    """
 
-class _Tracked(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__(gm, garbage_collect_values=True)
+    def __init__(self, gm: fx.GraphModule, collect: bool = True) -> None:
+        super().__init__(gm, garbage_collect_values=collect)
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs one node; an exception names it."""
         try:
             return super().run_node(n)
         except Exception as error:  # annotated and raised again, whatever it is
@@ -178,5 +179,5 @@ class _Tracked(fx.Interpreter):
 
 
 def failed_node(error: BaseException) -> str:
-    """Name of the node at which `interpret` failed, or ""."""
+    """Name of the node at which `Tracked` failed, or ""."""
     return str(getattr(error, "bcg_node", ""))

@@ -95,13 +95,16 @@ class _Padder:
     def reason(self, kind: str, name: str, detail: str) -> Reason:
         return Reason(kind, name, where(self.lowering.nodes[name]), detail)
 
+    def row_dims(self, t: TensorFact) -> tuple[int, ...]:
+        return row_dims(t, self.facts.rows)
+
     def uncut_reason(self, name: str) -> Reason | None:
         """Why a value cannot be given to somebody who is to see the rows of the call alone."""
         tensors = self.tensors(name)
         if not self.holds_rows(name):
             return None
         for t in tensors:
-            if t.uncut or t.special:
+            if t.special or not (self.row_dims(t) or not t.uncut):
                 return self.reason("rows cannot be cut", name, t.uncut or t.special)
         if not self.facts.nodes[name].is_tensor:
             return self.reason("rows cannot be cut", name, "a sequence of tensors")
@@ -129,6 +132,8 @@ class _Padder:
             found = self.uncut_reason(v.name) if v.home == "slot" else None
             if found:
                 return found
+            if v.home == "static" and self.holds_rows(v.name):
+                return self.reason("rows cannot be cut", v.name, "recorded where it is")
         for o in self.plan.outputs:
             if o.how == "clone" and (found := self.uncut_reason(o.name)):
                 return found
@@ -151,7 +156,15 @@ class _Padder:
             for name, m in self.mixing()
             if not (m.kind == WRITTEN and m.index in declared)
         }
+        doubtful = (n for n in self.seen_by_others() if any(t.uncut for t in self.tensors(n)))
+        for name in () if found else doubtful:
+            found["", name] = self.reason("rows rearranged", name, self.tensors(name)[0].uncut)
         return tuple(found.values())
+
+    def seen_by_others(self) -> list[str]:
+        """Values that somebody sees of whom only the rows of the call are there."""
+        names = [o.name for o in self.plan.outputs if o.how == "clone"]
+        return names + [n for s in self.eager for n in s.inputs if s.index not in self.all_rows]
 
     def mixing(self) -> Iterator[tuple[str, Mixing]]:
         """What is done to rows where all of them are worked on."""
@@ -198,7 +211,7 @@ class _Padder:
     def cut_of(self, name: str, written: set[int]) -> Cut:
         (t,) = self.tensors(name)
         return Cut(
-            name, t.spec, t.storage, t.row_dims, self.is_copied(t.spec), t.storage in written
+            name, t.spec, t.storage, self.row_dims(t), self.is_copied(t.spec), t.storage in written
         )
 
     def is_copied(self, spec: TensorSpec) -> bool:
@@ -220,7 +233,7 @@ class _Padder:
         def value(v: Value) -> Value:
             if v.spec is None or not self.facts.nodes[v.name].is_tensor:
                 return v
-            return dataclasses.replace(v, row_dims=self.tensors(v.name)[0].row_dims)
+            return dataclasses.replace(v, row_dims=self.row_dims(self.tensors(v.name)[0]))
 
         def output(o: Output) -> Output:
             return dataclasses.replace(o, cut=self.cut_of(o.name, set())) if o.how == "clone" else o
@@ -231,6 +244,19 @@ class _Padder:
             segments=tuple(map(segment, plan.segments)),
             outputs=tuple(map(output, plan.outputs)),
         )
+
+
+def row_dims(t: TensorFact, symbol: str) -> tuple[int, ...]:
+    """Dims of a tensor that are cut to the rows of a call.
+
+    Where facts lost sight of the rows, a dim of their number is taken for them; a trial has to
+    agree (`_Padder.tried`).
+    """
+    if not t.uncut:
+        return t.row_dims
+    if any(symbol in names_in(size) and size != symbol for size in t.spec.size):
+        return ()
+    return tuple(d for d, size in enumerate(t.spec.size) if size == symbol)
 
 
 def names_in(expression: str) -> set[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from torch_bcg.graph.forks import check_joined
 from torch_bcg.graph.ir import Reason
 from torch_bcg.graph.known import Facts
 from torch_bcg.graph.sorting import Sorter, where
@@ -57,6 +58,8 @@ def partition(
     """Cuts the graph; ``found`` are the probe's reasons by node name."""
     sorter = Sorter(gm, facts, mark_of, found)
     items = sorter.items()
+    if facts.whole is None:
+        check_joined(gm.graph, facts, items, found)
     stretches: list[Stretch] = []
     scratch: list[fx.Node] = []
     run: list[fx.Node] = []

@@ -71,6 +71,8 @@ class Sorter:
         inside = False
         for node in self.graph.nodes:
             f = self.facts.nodes[node.name]
+            if f.kind == "mode" and not is_mode(node):
+                continue  # an order of streams, which recorders follow by notes
             depth += level_change(node)
             inside ^= node in span
             if depth or level_change(node) or inside or node in span:

@@ -19,6 +19,7 @@ _ADVICE = {
     "no kernels": "Nothing is lost: it launches no kernel.",
     "overlapping memory": "To record it: make the operand contiguous first.",
     "storage access": "To record it: index or view the tensor instead of as_strided.",
+    "outside stream": "To record it: fork and join inside the graph, or wait outside of it.",
     "gradients": "To record it: call under torch.inference_mode().",
 }
 

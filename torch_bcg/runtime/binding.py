@@ -121,16 +121,24 @@ class _Binder:
         if "verify" in self.checks:
             replay = verified(Again(self.space, segment), replay)
         if "poison" in self.checks and self.padded:
-            replay = without_padding(Again(self.space, segment), replay, self.narrowed, self.fills)
+            again = Again(self.space, segment)
+            replay = without_padding(again, replay, self.narrowed, self.fills, self.rowless)
         return replay
+
+    def rowless(self, name: str) -> bool:
+        """Whether a value is as large in the call as in the program."""
+        whole = self.space.geometries.get(name)
+        return whole is not None and whole == self.live[name]
 
     def dead_after(self, index: int) -> list[Tensor]:
         """Memory made in this replay whose last reader is the segment of that index."""
-        return [
-            self.space.bound[v.name]
+        dead = [
+            v
             for v in self.plan.values
             if v.last == index and v.home in ("recorded", "bridge", "scratch")
         ]
+        # The rows of the call alone of a slot: the tail is filled once, for all who lie there.
+        return [self.space.bound[v.name] if v.home == "recorded" else self.front(v) for v in dead]
 
     # rows of the call
 
@@ -152,9 +160,9 @@ class _Binder:
             whole = whole.narrow(d, 0, self.live[name][0][d])
         return whole
 
-    def operand(self, name: str, cuts: Mapping[str, Cut]) -> Any:
+    def operand(self, name: str, segment: EagerSegment, cuts: Mapping[str, Cut]) -> Any:
         """What an eager segment is given of a fixed value."""
-        if name in self.numbers:
+        if segment.live and name in self.numbers:
             return self.numbers[name]
         if not self.padded or name not in cuts:
             return self.space.resolve(name)
@@ -288,7 +296,7 @@ class _Binder:
     def run_eagerly(self, segment: EagerSegment) -> None:
         code = self.space.lowering.segment(segment)
         cuts = {c.name: c for c in segment.cuts}
-        bound = [self.operand(n, cuts) for n in segment.inputs]
+        bound = [self.operand(n, segment, cuts) for n in segment.inputs]
         self.copy_fronts(segment, back=False)
         loads = [self.cell_of(n) for n in segment.carried]
         forward = code.forward

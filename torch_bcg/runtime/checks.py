@@ -98,7 +98,13 @@ def verified(again: Again, replay: Step) -> Step:
 Front = Callable[[Tensor, str, Sequence[int]], Tensor]
 
 
-def without_padding(again: Again, replay: Step, front: Front, clean: Mapping[str, float]) -> Step:
+def without_padding(
+    again: Again,
+    replay: Step,
+    front: Front,
+    clean: Mapping[str, float],
+    rowless: Callable[[str], bool],
+) -> Step:
     """``replay``, then the same segment on copies whose padded rows are zero, compared in front.
 
     Args:
@@ -106,11 +112,13 @@ def without_padding(again: Again, replay: Step, front: Front, clean: Mapping[str
         replay: the step.
         front: (whole tensor, name, row dims) -> the rows of the call.
         clean: argument -> the number its padded rows hold, where that is not zero.
+        rowless: whether a value has no rows, so that it is compared whole.
     """
     cuts = {c.name: c for c in again.segment.cuts}
     rows = {i: again.operands[i] for i, n in enumerate(again.names) if n in cuts}
-    compared = {n: cuts[n].row_dims if n in cuts else () for n in again.names}
-    compared.update({n: cuts[n].row_dims if n in cuts else () for n in again.segment.outputs})
+    # What has rows and cannot be cut is compared where somebody cuts a view of it.
+    compared = {n: c.row_dims for n, c in cuts.items()}
+    compared |= {n: () for n in (*again.names, *again.segment.outputs) if rowless(n)}
     if again.segment.random:
         return replay
 
@@ -126,6 +134,8 @@ def without_padding(again: Again, replay: Step, front: Front, clean: Mapping[str
         pairs = [*zip(again.segment.outputs, again.outputs, results, strict=True)]
         pairs += [(again.names[i], x, copies[i]) for i, x in again.written.items()]
         for name, ours, real in pairs:
+            if name not in compared:
+                continue
             dims = compared[name]
             ours, real = (front(x, name, dims) for x in (ours, real))
             if not dims:

@@ -88,6 +88,7 @@ class CudaPool(Pool):
         # Nothing but captures runs on it, so cuBLAS allocates its workspace for it inside the pool:
         # one from ordinary memory is lost when anybody clears them, as cudagraph trees do.
         self.stream = torch.cuda.Stream(device)
+        self.side: list[torch.cuda.Stream] = []
         self.renew()
 
     def renew(self) -> None:
@@ -112,6 +113,12 @@ class CudaPool(Pool):
                 self.anchor.capture_begin(pool=self.handle, capture_error_mode="thread_local")
                 torch.empty(1, device=self.device).zero_()
                 self.anchor.capture_end()
+
+    def sides(self, count: int) -> list[torch.cuda.Stream]:
+        """Streams for the side lanes of a recording, the same for every recording."""
+        while len(self.side) < count:
+            self.side.append(torch.cuda.Stream(self.device))
+        return self.side[:count]
 
     def abandon(self) -> None:
         """After a capture that failed: the allocator and the random generator as before it.

@@ -21,9 +21,10 @@ from torch import Tensor, fx
 
 from torch_bcg.errors import CaptureError, HostReadError, OutputError
 from torch_bcg.graph import modes
-from torch_bcg.graph.lower import interpret
+from torch_bcg.graph.lower import Tracked
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.device import CudaPool, Pool
+from torch_bcg.runtime.lanes import OnLanes, lanes_of, unjoined
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +106,16 @@ class CudaRecorder:
         """Records the segment's kernels; they run at replay, not now."""
         pool = self.pool
         pool.prepare()
+        lanes = lanes_of(code)
+        streams = dict(zip((0, *lanes), (pool.stream, *pool.sides(len(lanes))), strict=True))
+        run = OnLanes(code, streams) if lanes else Tracked(code)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(pool.stream), modes.preserved():
             # A weight somebody cast before would be read at an address nobody keeps.
             torch.set_autocast_cache_enabled(False)
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                outputs = interpret(code, operands)
+                outputs = run.run(*operands)
             except BaseException:  # an interrupt too must end the capture
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
@@ -119,9 +123,13 @@ class CudaRecorder:
                 raise
             try:
                 graph.capture_end()
-            except RuntimeError:
+            except RuntimeError as error:
                 pool.abandon()
-                raise
+                named = unjoined(code, error)
+                if named is None:
+                    raise
+                raise named from error
+        run.env.clear()
         return Recording(graph.replay, tuple(outputs), graph)
 
 

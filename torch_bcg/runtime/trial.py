@@ -20,6 +20,7 @@ from torch_bcg.graph import modes
 from torch_bcg.graph.ir import EagerSegment, Plan, Reason
 from torch_bcg.graph.known import Facts, TensorFact
 from torch_bcg.graph.lower import Lowering
+from torch_bcg.graph.padding import row_dims
 from torch_bcg.graph.sizes import at_sizes
 from torch_bcg.graph.sorting import where
 from torch_bcg.marking import plain_function
@@ -82,6 +83,10 @@ class Trial:
         self.kept: dict[str, Kept] = {}
         self.before: dict[int, Tensor] = {}
 
+    def rows(self, t: TensorFact) -> tuple[int, ...]:
+        """Dims of a tensor that hold rows."""
+        return row_dims(t, self.facts.rows)
+
     def run(self, args: Sequence[Any]) -> tuple[Any, Reason | None]:
         """The result of the call, and why its size cannot be padded, or None."""
         placeholders = self.gm.graph.find_nodes(op="placeholder")
@@ -140,7 +145,7 @@ class Trial:
             return self.numbers.get(f.expr, x)
         x = self.before.get(i, x)
         (t,) = f.tensors
-        if not t.row_dims:
+        if not self.rows(t):
             return x.clone() if i in self.before else x
         return self.padded((name, 0), t, x, self.fills.get(name, filling), name in self.fills)
 
@@ -154,7 +159,7 @@ class Trial:
     ) -> Tensor:
         """``x`` with more rows."""
         whole = memory.allocate(t.spec, self.geometries[place])
-        front = fill(whole, t.row_dims, x, filling, declared)
+        front = fill(whole, self.rows(t), x, filling, declared)
         memory.once(front)(front).copy_(memory.once(front)(x))
         return whole
 
@@ -163,12 +168,13 @@ class Trial:
     ) -> None:
         """Raises where a padded run gives a call's own rows otherwise."""
         t = self.facts.nodes[node.name].tensors[i]
-        if t.special or (t.uncut and not t.row_dims):
+        dims = self.rows(t)
+        if t.special or (t.uncut and not dims):
             return
         front = ours
-        for d in t.row_dims:
+        for d in dims:
             front = front.narrow(d, 0, min(real.shape[d], front.shape[d]))
-        if memory_of_caller and not t.row_dims:
+        if memory_of_caller and not dims:
             front, real = (unreserved(x, self.fills.values()) for x in (front, real))
         apart = difference(front, real)
         if apart:
@@ -220,7 +226,8 @@ class _Real(_Interpreter):
             return super().run_node(n)
         f = self.trial.facts.nodes[n.name]
         kept = self.trial.kept[n.name] = Kept()
-        kept.taken = {p: x.clone() for p, x in self.operands(n, lambda t: bool(t.row_dims)).items()}
+        taken = self.operands(n, lambda t: bool(self.trial.rows(t)))
+        kept.taken = {p: x.clone() for p, x in taken.items()}
         result = super().run_node(n)
         written = self.operands(n, lambda t: t.storage in f.writes and self.is_made(t))
         kept.written = {p: x.clone() for p, x in written.items()}
@@ -249,7 +256,7 @@ class _Padded(_Interpreter):
             trial.compare(p, 0, self.env[p], real)
         for p, real in kept.written.items():
             (t,) = facts[p.name].tensors
-            front = fill(self.env[p], t.row_dims, real, self.filling)
+            front = fill(self.env[p], trial.rows(t), real, self.filling)
             front.copy_(real)
         leaves, spec = pytree.tree_flatten(kept.made)
         made, i = [], 0
@@ -267,9 +274,10 @@ class _Padded(_Interpreter):
         if f.same_as:
             same: Tensor = self.env[trial.lowering.nodes[f.same_as]]
             return same
-        if trial.facts.origin[t.storage] != n.name and t.row_dims:
+        rows = trial.rows(t)
+        if trial.facts.origin[t.storage] != n.name and rows:
             raise _Differs(Reason("cannot be tried", n.name, where(n), "returns a view"))
-        return trial.padded((n.name, i), t, real, self.filling) if t.row_dims else real.clone()
+        return trial.padded((n.name, i), t, real, self.filling) if rows else real.clone()
 
 
 def placeholders_of(gm: fx.GraphModule) -> list[fx.Node]:

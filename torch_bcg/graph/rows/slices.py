@@ -85,7 +85,7 @@ def slice_(call: Call) -> list[States]:
 
 
 def parts(call: Call) -> list[States]:
-    """``chunk``, ``split``, ``split_with_sizes``: slices one after the other."""
+    """Slices of one dim, one after the other."""
     x = call.first
     (dim,) = dims_of(call["dim"], x.dim())
     states = call.states(x)

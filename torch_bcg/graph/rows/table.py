@@ -35,6 +35,9 @@ _FACTORIES = """
     zeros ones full empty empty_strided empty_permuted eye new_zeros new_ones new_full new_empty
     new_empty_strided scalar_tensor linspace logspace arange
 """
+_PARTS = "split,unsafe_split,split_with_sizes,unsafe_split_with_sizes,chunk,unsafe_chunk".replace(
+    ",", " "
+)
 _VIEWS: dict[str, Rule] = {
     "permute transpose t": views.permute,
     "unsqueeze": views.unsqueeze,
@@ -44,7 +47,7 @@ _VIEWS: dict[str, Rule] = {
     "_unsafe_view _reshape_alias reshape": views.reshape,
     "select": slices.select,
     "slice": slices.slice_,
-    "split unsafe_split split_with_sizes unsafe_split_with_sizes chunk unsafe_chunk": slices.parts,
+    _PARTS: slices.parts,
     "unbind": slices.unbind,
     "cat": slices.cat,
     "stack": slices.stack,
@@ -64,9 +67,7 @@ _COMPUTE: dict[str, Rule] = {
     "sort argsort": partial(compute.order, kind="sort over tokens"),
     "topk kthvalue": partial(compute.order, kind="top-k over tokens"),
     "bucketize searchsorted": compute.search,
-    "cumsum cumprod cummax cummin _cummax_helper _cummin_helper logcumsumexp _logcumsumexp": (
-        compute.scan
-    ),
+    "cumsum cumprod cummax cummin logcumsumexp _logcumsumexp": compute.scan,
     "flip roll": compute.reorder,
     "native_layer_norm _fused_rms_norm": compute.layer_norm,
     "native_group_norm native_batch_norm _native_batch_norm_legit cudnn_batch_norm "
@@ -94,7 +95,7 @@ _SIZES = {
     "view _unsafe_view _reshape_alias reshape expand as_strided": "size stride storage_offset",
     "select": "index",
     "slice": "start end",
-    "split unsafe_split split_with_sizes unsafe_split_with_sizes": "split_size split_sizes",
+    _PARTS: "split_size,split_sizes".replace(",", " "),
     "constant_pad_nd": "pad",
     "repeat": "repeats",
     "arange": "end",
