@@ -26,6 +26,11 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 | arguments overlap and one is written: eager calls                | WARNED       | test_overlapping_arguments    |
 | a marked function calls the compiled function: that call is eager| WARNED       | test_re_entry                 |
 | mode=                                                            | RAISED       | test_mode                     |
+| padded: an index past the rows of the call finds padding, where  | SILENT       | test_index_into_padding       |
+|   eager raises; check="poison" does                              |              |                               |
+| padded: the place declared with pad= holds what was written      | SILENT       | test_reserved_place           |
+| padded: two sizes vary: exact shapes                             | SILENT       | test_two_sizes                |
+| padded: the first program takes slots for the largest size       | SILENT       | test_slots_of_the_largest_size |
 """
 
 import gc
@@ -36,7 +41,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import torch_bcg
-from torch_bcg.errors import BCGWarning, HostReadError, OutputError
+from torch_bcg.errors import BCGWarning, CheckError, HostReadError, OutputError
 from twin import assert_same, counted, plus_one
 
 
@@ -350,3 +355,81 @@ def test_mode(device):
     compiled = torch.compile(plus_one_twice, backend="bcg", mode="max-autotune")
     with torch.inference_mode(), pytest.raises(BackendCompilerFailed, match="takes no mode="):
         compiled(rows(device))
+
+
+def tokens(device, n):
+    x = rows(device, n, 6)
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+@torch.library.custom_op("footguns::row_of", mutates_args=())
+def row_of(x: Tensor, i: Tensor) -> Tensor:
+    """x, with one of its rows added"""
+    return x + x.index_select(0, i.clamp(max=len(x) - 1))
+
+
+row_of.register_fake(lambda x, i: torch.empty_like(x))
+
+
+def test_index_into_padding(device):
+    def fn(x, i):
+        return row_of(plus_one(x), i) * 2
+
+    first, last = (torch.tensor([i], device=device) for i in (0, 6))
+    for check in ("address", "poison"):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="bcg", options={"buckets": [8], "check": check})
+        with torch.inference_mode():
+            for _ in range(4):
+                x = tokens(device, 5)
+                assert_same(compiled(x, first), fn(x, first), exact=False)
+            if check == "poison":
+                with pytest.raises(CheckError, match="replayed than run eagerly"):
+                    compiled(x, last)
+            else:  # row 6 of 8 is padding; eager takes the last of 5
+                assert not torch.equal(compiled(x, last), fn(x, last))
+
+
+def test_reserved_place(device):
+    class Store(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("pool", torch.zeros(16, 6, device=device))
+
+        def forward(self, x, places):
+            self.pool[places] = x + 1
+            return plus_one(x) * 2 + places[:, None]
+
+    store = Store()
+    options = {"buckets": [8], "pad": {"places": 0}}
+    compiled = torch.compile(store, backend="bcg", options=options)
+    with torch.inference_mode():
+        for _ in range(4):
+            places = torch.arange(1, 6, device=device)
+            torch._dynamo.mark_dynamic(places, 0)
+            compiled(tokens(device, 5), places)
+    assert torch.equal(store.pool[0], torch.ones(6, device=device))  # of padded rows of zeros
+
+
+def test_two_sizes(device):
+    compiled = torch.compile(
+        lambda x, y: plus_one(x).sum() + y, backend="bcg", options={"buckets": [8]}
+    )
+    with torch.inference_mode():
+        compiled(tokens(device, 5), tokens(device, 3))
+    (plan,) = torch_bcg.explain(compiled).plans
+    assert "several sizes vary" in plan.padding.refused.detail
+    assert "bucket_dim" in plan.padding.refused.detail
+
+
+def test_slots_of_the_largest_size(device):
+    added = []
+    for ladder in ([8], [8, 1024]):
+        torch._dynamo.reset()
+        compiled = torch.compile(plus_one_twice, backend="bcg", options={"buckets": ladder})
+        with torch.inference_mode():
+            compiled(tokens(device, 5))
+        (program,) = torch_bcg.programs(compiled)
+        added.append(program.bytes)
+    assert added[1] - added[0] >= 1000 * 6 * 4

@@ -1,8 +1,11 @@
 """What is done to recorders and recordings to break them."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
+from torch_bcg.runtime import memory
 from torch_bcg.runtime.recorders import CudaRecorder, HostRecorder, Recording
 
 
@@ -63,3 +66,15 @@ def fresh_outputs(original):
         return Recording(recording.replay, tuple(o.clone() for o in recording.outputs))
 
     return record
+
+
+def one_too_much(recording):
+    """Replays something else than what was recorded."""
+    places = [memory.unowned(t) for t in recording.outputs]
+
+    def replay():
+        recording.replay()
+        for t in places:
+            t.add_(1)
+
+    return dataclasses.replace(recording, replay=replay)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import torch_bcg
-from mutants import on_calls, on_memory
+from mutants import on_calls, on_checks, on_memory, on_padding
 from mutants.breaks import HOST_MUTANTS, MUTANTS
+from mutants.padding_breaks import PADDING_MUTANTS
 from torch_bcg.errors import BCGError, BCGWarning
 from torch_bcg.graph import modes
 from torch_bcg.runtime.device import _POOLS
@@ -52,10 +53,47 @@ HOST_KILLERS = {
     "leaves results elsewhere": [on_memory.plain],
     "host reads unseen": [on_calls.untagged_host_read],
 }
+PADDING_KILLERS = {
+    "tails not filled": [on_padding.stale_rows, on_padding.declared_slot],
+    "tails filled with zero": [on_padding.declared_slot],
+    "declared rows unknown": [on_padding.declared_slot],
+    "copies never made again": [on_padding.copied_fronts],
+    "copies not copied back": [on_padding.copied_fronts],
+    "no front is copied": [on_padding.copied_fronts, on_padding.strides],
+    "strides of padded values": [on_padding.strides],
+    "outputs not cut": [on_padding.whole_call],
+    "nothing is cut": [on_padding.whole_call],
+    "eager segments see all rows": [on_padding.whole_call],
+    "numbers of the bucket": [on_padding.whole_call],
+    "smallest bucket": [on_padding.larger_than_a_bucket],
+    "guards ignored": [on_padding.guarded],
+    "facts not asked": [on_padding.refused_by_facts],
+    "trials agree": [on_padding.refused_by_a_trial],
+    "trials fill with zero": [on_padding.rows_left_by_a_segment],
+    "trials write the caller's memory": [on_padding.buffer_in_a_trial],
+    "memory shared too early": [on_checks.lives_that_meet],
+    "memory released too early": [
+        on_checks.read_twice_under_verify,
+        on_checks.read_twice_under_poison,
+    ],
+    "memory given out twice": [on_checks.two_results],
+    "checks compare nothing": [
+        on_checks.wrong_segment,
+        on_checks.padded_row_read,
+        on_checks.bridge_tail_read,
+    ],
+    "trials compare nothing": [on_padding.refused_by_a_trial],
+    "verify does nothing": [on_checks.wrong_segment],
+    "poison runs nothing again": [on_checks.padded_row_read, on_checks.bridge_tail_read],
+    "poison fills rows with zero": [on_checks.padded_row_read, on_checks.bridge_tail_read],
+    "poison leaves dead memory": [on_checks.freed_too_early],
+}
 # A mutant is killed by what a scenario says, or by an error or warning of the package. Where torch
 # itself refuses what the mutant does, its message must be the one below.
 REFUSED = {
     "slots made in inference mode": "Inplace update to inference tensor",
+    "nothing is cut": "must match the size of tensor",
+    "smallest bucket": "exceeds dimension size",
 }
 
 
@@ -90,6 +128,7 @@ def kill(mutate, scenarios, device, refused):
 def test_each_mutant_has_a_killer():
     assert list(KILLERS) == list(MUTANTS)
     assert list(HOST_KILLERS) == list(HOST_MUTANTS)
+    assert list(PADDING_KILLERS) == list(PADDING_MUTANTS)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -100,3 +139,8 @@ def test_a_mutant_is_killed(name, device):
 @pytest.mark.parametrize("name", HOST_MUTANTS)
 def test_a_mutant_of_the_host_recorder_is_killed(name):
     kill(HOST_MUTANTS[name], HOST_KILLERS[name], "cpu", REFUSED.get(name))
+
+
+@pytest.mark.parametrize("name", PADDING_MUTANTS)
+def test_a_mutant_of_padding_is_killed(name, device):
+    kill(PADDING_MUTANTS[name], PADDING_KILLERS[name], device, REFUSED.get(name))

@@ -1,0 +1,151 @@
+"""Mutants of padded sizes, of shared memory and of checks; see `mutants.breaks`."""
+
+from torch import Tensor
+
+import torch_bcg.rows
+from mutants.breaks import always, nothing, replaced
+from torch_bcg.graph import lifetimes, padding
+from torch_bcg.graph.buckets import SizeGuards
+from torch_bcg.runtime import binding, checks, memory, trial
+from torch_bcg.runtime.binding import _Binder
+from torch_bcg.runtime.slots import Arena
+from torch_bcg.runtime.trial import Trial
+from torch_bcg.runtime.workspace import Workspace
+
+
+def not_back(original):
+    """What eager segments write to copies stays there."""
+    return lambda binder, segment, back: None if back else original(binder, segment, back)
+
+
+def once_ever(original):
+    """A copy is up to date from its first reader on."""
+    return always(None)(original)
+
+
+def whole(original):
+    return lambda binder, whole, name, dims: whole
+
+
+def whole_operand(original):
+    return lambda binder, name, segment, cuts: binder.space.resolve(name)
+
+
+def front_of_the_padded(original):
+    """Fronts have the strides of the padded value."""
+
+    def operand(binder, name, segment, cuts):
+        made = original(binder, name, segment, cuts)
+        if name not in cuts:
+            return made
+        return binder.narrowed(binder.space.resolve(name), name, cuts[name].row_dims)
+
+    return operand
+
+
+def not_copied(original):
+    """Nothing is copied to where the front is a view."""
+    return lambda binder, segment, back: None
+
+
+def strides_of_the_padded(monkeypatch):
+    replaced(_Binder, "operand", front_of_the_padded)(monkeypatch)
+    replaced(_Binder, "copy_fronts", not_copied)(monkeypatch)
+
+
+def whole_outputs(original):
+    return lambda b, o: (b.space.resolve(o.name), b.space.geometries[o.name])
+
+
+def of_the_bucket(original):
+    return lambda space, key: original(space, space.key)
+
+
+def no_reason(original):
+    return lambda one, args: (original(one, args)[0], None)
+
+
+def zeros_only(original):
+    def init(one, *args):
+        original(one, *args)
+        one.fillings = (0.0,)
+
+    return init
+
+
+def no_clones(original):
+    """Arguments of one size for all calls are the caller's own."""
+
+    def argument(one, i, name, x, filling):
+        if isinstance(x, Tensor) and not one.facts.nodes[name].tensors[0].row_dims:
+            return x
+        return original(one, i, name, x, filling)
+
+    return argument
+
+
+def no_fills(original):
+    def init(binder, scene, key):
+        original(binder, scene, key)
+        binder.fills = {}
+
+    return init
+
+
+def end_early(original):
+    """A value ends one segment before its last reader."""
+
+    def shared(values, lives, written, end):
+        return original(values, {s: (a, b - 1) for s, (a, b) in lives.items()}, written, end)
+
+    return shared
+
+
+def in_use(original):
+    """A block is given out again while the tensor it was given out as lives."""
+
+    def take(arena, spec, geometry):
+        given = arena.__dict__.setdefault("given", [])
+        for t in given:
+            if memory.extent(t) >= memory.reach(*geometry[:2]) * t.itemsize:
+                return memory.over(t.untyped_storage(), t.dtype, 0, geometry)
+        given.append(original(arena, spec, geometry))
+        return given[-1]
+
+    return take
+
+
+PADDING_MUTANTS = {
+    "tails not filled": replaced(_Binder, "fill_tails", always(None)),
+    "tails filled with zero": replaced(_Binder, "__init__", no_fills),
+    "declared rows unknown": replaced(torch_bcg.rows, "fills_of", always(())),
+    "copies never made again": replaced(_Binder, "written", always(None)),
+    "copies not copied back": replaced(_Binder, "copy_fronts", not_back),
+    "no front is copied": replaced(padding._Padder, "is_copied", always(False)),
+    "strides of padded values": strides_of_the_padded,
+    "outputs not cut": replaced(_Binder, "front_out", whole_outputs),
+    "nothing is cut": replaced(_Binder, "narrowed", whole),
+    "eager segments see all rows": replaced(_Binder, "operand", whole_operand),
+    "numbers of the bucket": replaced(Workspace, "numbers_at", of_the_bucket),
+    "smallest bucket": replaced(
+        torch_bcg.rows, "find", lambda original: lambda live, sizes, *_: sizes[0]
+    ),
+    "guards ignored": replaced(SizeGuards, "allows", always(True)),
+    "facts not asked": replaced(padding._Padder, "refused", always(None)),
+    "trials agree": replaced(Trial, "run", no_reason),
+    "trials fill with zero": replaced(Trial, "__init__", zeros_only),
+    "trials write the caller's memory": replaced(Trial, "argument", no_clones),
+    "memory shared too early": replaced(lifetimes, "_shared", end_early),
+    "memory released too early": replaced(
+        Workspace, "release", lambda original: lambda space, i: original(space, i + 1)
+    ),
+    "memory given out twice": replaced(Arena, "take", in_use),
+    "checks compare nothing": replaced(checks, "difference", always("")),
+    "trials compare nothing": replaced(trial, "difference", always("")),
+    "verify does nothing": replaced(binding, "verified", lambda original: lambda again, step: step),
+    "poison runs nothing again": replaced(
+        binding, "without_padding", lambda original: lambda again, step, *_: step
+    ),
+    "poison fills rows with zero": replaced(_Binder, "poison", always(0.0)),
+    "poison leaves dead memory": replaced(binding, "spoil", lambda original: lambda _: nothing),
+}
