@@ -265,3 +265,35 @@ def test_nothing_of_a_call_lives_on_in_a_program(device):
             del x, y, got
             assert [r() for r in refs] == [None] * 4
     assert counts.replays == 3
+
+
+def test_padding_rows_do_not_change_real_rows(device):
+    """sglang#37810: rows of an underfilled bucket leaked into the answers for real ones.
+
+    The same program answers a call to the bit, whatever lay in the padded rows before it.
+    """
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out = (nn.Linear(6, 6, device=device) for _ in range(2))
+
+        def forward(self, x):
+            return self.out(plus_one(torch.relu(self.into(x)))) + x.cumsum(0)
+
+    def tokens(n, scale=1.0):
+        x = torch.randn(n, 6, device=device) * scale
+        torch._dynamo.mark_dynamic(x, 0)
+        return x
+
+    model = Model()
+    compiled = torch.compile(model, backend="bcg", options={"buckets": [8, 32]})
+    x = tokens(5)
+    with torch.inference_mode():
+        for n in (5, 30, 5):
+            compiled(tokens(n))
+        first = compiled(x)
+        torch.testing.assert_close(first, model(x))
+        for n, scale in ((8, 1e6), (7, float("inf")), (32, float("nan")), (6, -1e30)):
+            compiled(tokens(n, scale))
+            assert torch.equal(compiled(x), first)

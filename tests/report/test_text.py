@@ -106,8 +106,9 @@ outputs
   add f32[sNN, 8]  the caller's own copy  32*sNN bytes
   sNN              follows from the key
 
-Probed: the first call looked for operations that read the host and do not say so; what it
-found is a cut above. What they would do with other values was not tried.
+Probed: the first call looked for operations that read the host, wait for the device or keep
+memory and do not say so; what it found is a cut above. What they would do with other values
+was not tried.
 """,
     )
 
@@ -143,8 +144,9 @@ numbers
 outputs
   add_1 f32[3]  the caller's own copy  12 bytes
 
-Probed: the first call looked for operations that read the host and do not say so; what it
-found is a cut above. What they would do with other values was not tried.
+Probed: the first call looked for operations that read the host, wait for the device or keep
+memory and do not say so; what it found is a cut above. What they would do with other values
+was not tried.
 """,
     )
 

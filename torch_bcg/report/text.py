@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_bcg.graph.amounts import bytes_of
 from torch_bcg.graph.flow import Flow
 from torch_bcg.graph.ir import EagerSegment, Plan, Segment, Value
-from torch_bcg.graph.render import columns, returned, wrapped
+from torch_bcg.graph.render import columns, padding_lines, returned, wrapped
 from torch_bcg.graph.values import counted
 from torch_bcg.report.advice import Cause, causes
 from torch_bcg.report.fold import folded
@@ -22,8 +22,9 @@ NOT_PROBED = (
     "after that call shows it.",
 )
 PROBED = (
-    "Probed: the first call looked for operations that read the host and do not say so; what it",
-    "found is a cut above. What they would do with other values was not tried.",
+    "Probed: the first call looked for operations that read the host, wait for the device or keep",
+    "memory and do not say so; what it found is a cut above. What they would do with other values",
+    "was not tried.",
 )
 
 
@@ -54,6 +55,7 @@ def explained(plan: Plan) -> str:
         segments(plan),
         cuts(plan),
         memory(plan),
+        padding(plan),
         numbers(plan),
         outputs(plan),
     ]
@@ -126,9 +128,32 @@ def _slot(v: Value, backs: dict[str, list[int]]) -> str:
     return f"copied in, and back after segment {after}"
 
 
+def padding(plan: Plan) -> list[str]:
+    """The size that is padded, what is copied for it, or why it is not; nothing if not asked."""
+    p = plan.padding
+    if p is None:
+        return []
+    if p.refused is not None:
+        return ["padding", f"  none: {p.refused}", "  Calls are recorded at their own sizes."]
+    first, *more = padding_lines(p)[:-1]
+    lines = ["padding", f"  {first.removeprefix('padding: ')}", *(f"  {line}" for line in more)]
+    for s in plan.segments:
+        copied = [c for c in s.cuts if c.copied] if isinstance(s, EagerSegment) else []
+        for c in copied:
+            back = ", and back" if c.written else ""
+            amount = bytes_of([Value(c.name, "slot", c.spec)])
+            lines.append(
+                f"  {c.name} {c.spec} is copied for segment {s.index}{back}, {amount}: "
+                "its strides follow the size"
+            )
+    return lines
+
+
 def numbers(plan: Plan) -> list[str]:
     """Numbers that specialise a program, and numbers that follow the call."""
-    rows = [(s, plan.read_at(s), "each value records a program") for s, _, _ in plan.symbols]
+    padded = plan.padding.symbol if plan.padding and not plan.padding.refused else ""
+    each = "each value records a program"
+    rows = [(s, plan.read_at(s), "padded" if s == padded else each) for s, _, _ in plan.symbols]
     rows += [(str(n), n.dtype, "follows the call") for n in plan.number_slots]
     rows += [(v.name, "", "follows the call") for v in plan.values if v.home == "number"]
     rest = "  Any other number is a constant of the graph: Dynamo compares it at each call."
