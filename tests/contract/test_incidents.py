@@ -1,6 +1,6 @@
 """Faults that CUDA graph serving has had in public, each as a test that cites where.
 
-Not here: what needs padded sizes, bound metadata or several ranks. A stream that is not joined is in
+Not here: what needs bound metadata or several ranks. A stream that is not joined is in
 test_streams.py.
 """
 
@@ -288,8 +288,8 @@ def test_padding_rows_do_not_change_real_rows(device):
 
     model = Model()
     compiled = torch.compile(model, backend="bcg", options={"buckets": [8, 32]})
-    x = tokens(5)
     with torch.inference_mode():
+        x = tokens(5)
         for n in (5, 30, 5):
             compiled(tokens(n))
         first = compiled(x)

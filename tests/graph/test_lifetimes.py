@@ -139,87 +139,39 @@ def test_aliases_have_the_life_of_their_base():
     assert not alias.memory
 
 
-# name: a function whose second buffer does not lie in the memory of its first
-APART = {}
+def two(second=torch.empty_like, first=None, between=lambda out: out * 2, then=None, last=None):
+    """A function that fills one buffer, and from it another."""
 
+    def fn(x):
+        out, more = torch.empty_like(x), second(x)
+        double_into(x, out)
+        view = out[1:]
+        if first is not None:
+            first(out)
+        y = between(out)
+        double_into(y, more)
+        if then is not None:
+            then(more)
+        return more * 2 if last is None else last(out, view, more)
 
-def apart_case(fn):
-    APART[fn.__name__] = fn
     return fn
 
 
-@apart_case
-def returned(x):
-    out, more = torch.empty_like(x), torch.empty_like(x)
-    double_into(x, out)
-    y = out * 2
-    double_into(y, more)
-    return more * 2, out
+def test_two_buffers():
+    assert apart(planned(two(), rows()).plan, "scratch") == 1
 
 
-@apart_case
-def a_view_is_returned(x):
-    out, more = torch.empty_like(x), torch.empty_like(x)
-    double_into(x, out)
-    y = out * 2
-    double_into(y, more)
-    return more * 2, out[1:]
-
-
-@apart_case
-def written_by_a_recorded_segment(x):
-    out, more = torch.empty_like(x), torch.empty_like(x)
-    double_into(x, out)
-    out.mul_(2)
-    y = out + 1
-    double_into(y, more)
-    return more * 2
-
-
-@apart_case
-def second_written_by_a_recorded_segment(x):
-    out, more = torch.empty_like(x), torch.empty_like(x)
-    double_into(x, out)
-    y = out + 1
-    double_into(y, more)
-    more[1].mul_(2)
-    return more * 2
-
-
-@apart_case
-def other_sizes(x):
-    out, more = torch.empty_like(x), torch.empty_like(x[1:])
-    double_into(x, out)
-    y = out[1:] * 2
-    double_into(y, more)
-    return more * 2
-
-
-@apart_case
-def other_strides(x):
-    out, more = torch.empty_like(x), torch.empty_like(x.t()).t()
-    double_into(x, out)
-    y = out * 2
-    double_into(y, more)
-    return more * 2
-
-
-@apart_case
-def other_dtype(x):
-    out, more = torch.empty_like(x), torch.empty_like(x, dtype=torch.int32)
-    double_into(x, out)
-    y = out * 2
-    double_into(y, more)
-    return more * 2
-
-
-@apart_case
-def read_through_a_view_afterwards(x):
-    out, more = torch.empty_like(x), torch.empty_like(x)
-    double_into(x, out)
-    view, y = out[1:], out * 2
-    double_into(y, more)
-    return more[1:] * view
+# name: a function whose second buffer does not lie in the memory of its first
+APART = {
+    "returned": two(last=lambda out, view, more: (more * 2, out)),
+    "a view is returned": two(last=lambda out, view, more: (more * 2, view)),
+    "a view is read": two(last=lambda out, view, more: more[1:] * view),
+    "first written by a recorded segment": two(first=lambda out: out.mul_(2)),
+    "second written by a recorded segment": two(then=lambda more: more[1].mul_(2)),
+    "other sizes": two(lambda x: torch.empty_like(x[1:]), between=lambda out: out[1:] * 2),
+    "other strides": two(lambda x: torch.empty_like(x.t()).t()),
+    "other dtype": two(lambda x: torch.empty_like(x, dtype=torch.int32)),
+}
 
 
 @pytest.mark.parametrize("fn", APART.values(), ids=APART)

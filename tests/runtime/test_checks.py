@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_bcg
+from mutants.on_checks import pick
+from mutants.on_padding import dynamic
 from torch_bcg.errors import CheckError
 from torch_bcg.runtime import capture, compare, memory
 from twin import add_one_to, assert_same, check, counted, double_into, plus_one
@@ -23,11 +25,6 @@ SIZES = (8, 8, 5, 3, 7, 5)
 
 def rows(device, *shape):
     return torch.randn(*(shape or (4, 6)), device=device)
-
-
-def dynamic(x, dim=0):
-    torch._dynamo.mark_dynamic(x, dim)
-    return x
 
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda c: c or "off")
@@ -82,19 +79,6 @@ def test_no_check_changes_a_padded_result(device, checks, mode):
         replays=range(3, 6),
         options={"check": checks, "buckets": [8]},
     )
-
-
-def test_modes_in_turn(device, checks):
-    compiled = torch.compile(Everything(device), backend="bcg", options={"check": checks})
-    twin = Everything(device)
-    twin.load_state_dict(compiled._orig_mod.state_dict())
-    for i in range(6):
-        with torch.inference_mode() if i % 2 else torch.no_grad():
-            x, y = rows(device), rows(device)
-            ours, theirs = y.clone(), y.clone()
-            assert_same(compiled(x, ours, 2.0), twin(x, theirs, 2.0))
-            assert_same(ours, theirs)
-            assert_same(compiled._orig_mod.last, twin.last)
 
 
 def test_side_effects_happen_once_a_call(device, checks):
@@ -238,12 +222,6 @@ def test_others_do_not_verify(device, monkeypatch, checked):
 
 
 def test_what_was_found_does_not_spoil_the_next_call(device):
-    @torch.library.custom_op("checks::pick", mutates_args=())
-    def pick(x: Tensor, index: Tensor) -> Tensor:
-        return x[index.clamp(max=len(x) - 1)]
-
-    pick.register_fake(lambda x, index: x.new_empty(index.shape[0], x.shape[1]))
-
     def fn(x, y, index):
         y.add_(x)
         return pick(plus_one(x), index) + x
