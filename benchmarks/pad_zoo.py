@@ -46,6 +46,7 @@ from watch import calls_of
 import torch_bcg
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.graph.ir import Plan, Reason
+from torch_bcg.programs import ProgramHandle
 
 TOLERANCE = 1e-4
 CALLS = 3
@@ -97,10 +98,18 @@ def is_padded(plan: Plan) -> bool:
 
 
 def bucket_of(plan: Plan, key: Sequence[int]) -> int:
-    """The smallest size of the ladder that takes a call, 0 if there is none."""
+    """The smallest size of the ladder, as far as the graph is for it, that takes a call, or 0."""
     assert plan.padding is not None
     rows = key[[symbol for symbol, _, _ in plan.symbols].index(plan.padding.symbol)]
     return next((size for size in plan.padding.ladder if size >= rows), 0)
+
+
+def is_exact(program: ProgramHandle) -> bool:
+    """Whether a program has the rows of its calls and no padding."""
+    padding = program.plan.padding
+    if padding is None or padding.refused is not None:
+        return True
+    return program.sizes[padding.symbol] not in padding.ladder
 
 
 def refusal(plan: Plan) -> str:
@@ -171,11 +180,14 @@ def look(zoo: ModuleType, name: str, lengths: Sequence[int], args: argparse.Name
 def judge(row: Row, compiled: Any, keys: dict[str, set[tuple[int, ...]]]) -> None:
     """Fills in what the plans and programs of a model say."""
     plans = plans_of(compiled)
-    programs = Counter(p.plan.name for p in torch_bcg.programs(compiled))
+    # Rows that the graph is for no padded size of are recorded as they are.
+    recorded = torch_bcg.programs(compiled)
+    exact = Counter(p.plan.name for p in recorded if is_exact(p))
+    programs = Counter(p.plan.name for p in recorded if not is_exact(p))
     padded = [plan for plan in plans if is_padded(plan)]
     others = [plan for plan in plans if not is_padded(plan)]
     row.graphs, row.padded_graphs = len(plans), len(padded)
-    row.exact_programs = sum(programs[plan.name] for plan in others)
+    row.exact_programs = sum(exact.values())
     more = []
     for plan in padded:
         sizes = {bucket_of(plan, key) for key in keys.get(plan.name, ())} - {0}

@@ -337,6 +337,52 @@ def test_a_trial_repeats_no_side_effect(device):
     assert module.total[0] == len(SIZES)
 
 
+def test_a_trial_compares_no_memory_that_nobody_has_written(device):
+    """The out buffer of a marked function holds anything before it runs."""
+
+    def fn(x, i):
+        out = torch.empty_like(x)
+        double_into(x * 2, out)
+        return out[i] + x
+
+    def make(i):
+        torch.full((64,), float("nan"), device=device)  # what the allocator may give out again
+        x = rows(device, i, 4)
+        index = torch.randint(0, 2, x.shape[:1], device=device)
+        torch._dynamo.mark_dynamic(index, 0)
+        return x, index
+
+    padded(fn, make, {"buckets": LADDER, "max_padding": 8.0}, replays=range(6, 12))
+
+
+@torch.library.custom_op(
+    "padding::inverse", mutates_args=(), tags=[torch.Tag.data_dependent_output]
+)
+def inverse(x: Tensor, y: Tensor) -> Tensor:
+    """1 / x; nobody marked it, and y cannot be cut, so it sees all rows"""
+    return 1 / x
+
+
+inverse.register_fake(lambda x, y: torch.empty_like(x))
+
+
+def test_rows_that_an_eager_segment_fills_are_nobody_elses_padding(device):
+    """Its bridge is full of infinities where the next one has padding, which is multiplied by 0."""
+
+    def fn(x):
+        a = inverse(x, (x * 2).view(-1, 4)) * 2
+        b = (plus_one(a) * 1)[:, None]
+        return F.scaled_dot_product_attention(b, b, b, is_causal=True)
+
+    def make(i):
+        x = torch.rand(2, SIZES[i % len(SIZES)], 4, device=device) + 1
+        torch._dynamo.mark_dynamic(x, 1)
+        return (x,)
+
+    options = {"buckets": LADDER, "rows": "independent", "max_padding": 8.0}
+    padded(fn, make, options, replays=range(5, 12))
+
+
 # the author's word
 
 

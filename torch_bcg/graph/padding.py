@@ -230,7 +230,14 @@ class _Padder:
                 s = dataclasses.replace(s, live=s.index not in self.all_rows)
             return s
 
+        # Whoever works on all rows fills the tail as well, which the next one there finds zero.
+        written = {s for e in self.eager if e.index in self.all_rows for s in e.writes}
+        made = {n for e in self.eager if e.index in self.all_rows for n in e.outputs}
+        dirty = {v.memory or v.name for v in plan.values if v.name in made or v.storage in written}
+
         def value(v: Value) -> Value:
+            if (v.memory or v.name) in dirty:
+                v = dataclasses.replace(v, memory="")
             if v.spec is None or not self.facts.nodes[v.name].is_tensor:
                 return v
             return dataclasses.replace(v, row_dims=self.row_dims(self.tensors(v.name)[0]))

@@ -175,12 +175,18 @@ class _Planner(Homes):
             "kernels": sum(self.facts.nodes[n].kernels for n in names),
             "module": module_path(stretch.nodes),
             "writes": tuple(sorted(written)),
+            "unwritten": tuple(n for n in names if self.is_unwritten(n, written)),
             "random": any(self.facts.nodes[n].random for n in names),
         }
         if stretch.reasons:
             return EagerSegment(**common, reasons=tuple(stretch.reasons))  # type: ignore[arg-type]
         own = [(n, i, s.name) for (n, i), s in slots.items() if n in set(names)]
         return GraphSegment(**common, number_slots=tuple(own))  # type: ignore[arg-type]
+
+    def is_unwritten(self, name: str, written: set[int]) -> bool:
+        """Whether a node of a segment allocates what the segment does not write."""
+        f = self.facts.nodes[name]
+        return f.kind == "alloc" and not any(t.storage in written for t in f.tensors)
 
     def sources(self, name: str) -> Iterable[str]:
         """The values with a home that a node is, or is remade from."""

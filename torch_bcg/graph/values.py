@@ -144,6 +144,7 @@ class Segment:
         writes: storages that it writes.
         cuts: in a padded program, the values it takes or makes that hold rows.
         random: it draws random numbers.
+        unwritten: of what it makes, memory that it does not write.
     """
 
     index: int
@@ -159,6 +160,7 @@ class Segment:
     writes: tuple[int, ...] = ()
     cuts: tuple[Cut, ...] = ()
     random: bool = False
+    unwritten: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:

@@ -24,7 +24,7 @@ from torch_bcg.runtime.checks import Again, spoil, verified, without_padding
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.recorders import Recording
 from torch_bcg.runtime.statics import Overlaps, overlaps_of
-from torch_bcg.runtime.trial import LARGE, VOUCHED
+from torch_bcg.runtime.trial import LARGE, VOUCHED, fitting
 from torch_bcg.runtime.workspace import Workspace
 
 
@@ -215,7 +215,9 @@ class _Binder:
             elif (
                 "poison" in self.checks and v.spec and v.spec.dtype.startswith(("float", "bfloat"))
             ):
-                self.steps += [functools.partial(t.fill_, self.poison()) for t in tails]
+                self.steps += [
+                    functools.partial(t.fill_, fitting(self.poison(), t.dtype)) for t in tails
+                ]
             else:
                 zeros += tails
         if zeros:

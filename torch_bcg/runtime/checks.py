@@ -35,6 +35,7 @@ class Again:
         self.operands = [space.resolve(n) for n in segment.inputs]
         self.operands += [space.bound[s] for s in numbers]
         self.outputs = [space.resolve(n) for n in segment.outputs]
+        self.skipped = set(segment.unwritten)  # whatever lay there before
         bases = [space.bound[v.name] for v in space.plan.values if v.storage in segment.writes and
                  v.name in space.bound]  # fmt: skip
         written = {b.untyped_storage().data_ptr() for b in bases if isinstance(b, Tensor)}
@@ -60,6 +61,14 @@ class Again:
             results: Sequence[Tensor] = self.code.forward(*operands)
         return results
 
+    def pairs(
+        self, copies: Mapping[int, Tensor], results: Sequence[Tensor]
+    ) -> list[tuple[str, Tensor, Tensor]]:
+        """(name, replayed, run eagerly) of all that the segment makes and writes."""
+        made = zip(self.segment.outputs, self.outputs, results, strict=True)
+        written = ((self.names[i], x, copies[i]) for i, x in self.written.items())
+        return [*(m for m in made if m[0] not in self.skipped), *written]
+
     def fail(self, check: str, name: str, apart: str, fix: str, sampled: bool) -> CheckError:
         """The error for a value that is not what it should be."""
         node = self.space.lowering.nodes[name]
@@ -81,9 +90,7 @@ def verified(again: Again, replay: Step) -> Step:
         copies = again.copies(again.written)
         replay()
         results = again.run(copies)
-        pairs = [*zip(again.segment.outputs, again.outputs, results, strict=True)]
-        pairs += [(again.names[i], x, copies[i]) for i, x in again.written.items()]
-        for name, ours, real in pairs:
+        for name, ours, real in again.pairs(copies, results):
             apart = difference(ours, real)
             if apart:
                 fix = (
@@ -131,9 +138,7 @@ def without_padding(
             fill(copies[i], dims, real, clean.get(name, 0.0), declared=True)
         replay()
         results = again.run(copies)
-        pairs = [*zip(again.segment.outputs, again.outputs, results, strict=True)]
-        pairs += [(again.names[i], x, copies[i]) for i, x in again.written.items()]
-        for name, ours, real in pairs:
+        for name, ours, real in again.pairs(copies, results):
             if name not in compared:
                 continue
             dims = compared[name]

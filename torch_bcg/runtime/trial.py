@@ -8,7 +8,7 @@ operation runs twice and nothing of the caller's is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class Trial:
         vouched = any(r.kind in VOUCHED for r in padding.tried)
         # What the author vouches for may multiply padded rows by zero, which NaN would show as use.
         self.fillings: tuple[Filling, ...] = (LARGE, 0.0) if vouched else (float("nan"), LARGE)
+        self.unwritten = unwritten(gm, facts)
         self.kept: dict[str, Kept] = {}
         self.before: dict[int, Tensor] = {}
 
@@ -226,7 +227,8 @@ class _Real(_Interpreter):
             return super().run_node(n)
         f = self.trial.facts.nodes[n.name]
         kept = self.trial.kept[n.name] = Kept()
-        taken = self.operands(n, lambda t: bool(self.trial.rows(t)))
+        empty = self.trial.unwritten[n.name]
+        taken = self.operands(n, lambda t: bool(self.trial.rows(t)) and t.storage not in empty)
         kept.taken = {p: x.clone() for p, x in taken.items()}
         result = super().run_node(n)
         written = self.operands(n, lambda t: t.storage in f.writes and self.is_made(t))
@@ -280,6 +282,19 @@ class _Padded(_Interpreter):
         return trial.padded((n.name, i), t, real, self.filling) if rows else real.clone()
 
 
+def unwritten(gm: fx.GraphModule, facts: Facts) -> Mapping[str, frozenset[int]]:
+    """Node -> storages that hold nothing yet when it runs."""
+    empty: set[int] = set()
+    found = {}
+    for node in gm.graph.nodes:
+        f = facts.nodes[node.name]
+        found[node.name] = frozenset(empty)
+        if f.kind == "alloc":
+            empty |= {t.storage for t in f.tensors}
+        empty -= f.writes
+    return found
+
+
 def placeholders_of(gm: fx.GraphModule) -> list[fx.Node]:
     """The arguments of a graph."""
     return list(gm.graph.find_nodes(op="placeholder"))
@@ -297,12 +312,19 @@ def fill(
         have = real.shape[d]
         if front.shape[d] > have and front.stride(d):  # expanded rows are one row
             tail = front.narrow(d, have, front.shape[d] - have)
-            if declared or whole.is_floating_point() or whole.is_complex() or not have:
+            if whole.is_floating_point() and not declared:
+                tail.fill_(fitting(filling, whole.dtype))
+            elif declared or whole.is_complex() or not have:
                 tail.fill_(filling)
             else:
                 tail.copy_(_repeated(real, front.shape, dims, d, have))
         front = front.narrow(d, 0, have)
     return front
+
+
+def fitting(filling: Filling, dtype: torch.dtype) -> Filling:
+    """``filling``, or what is large among the numbers of a small type."""
+    return filling if filling != filling else min(filling, torch.finfo(dtype).max / 2)
 
 
 def _repeated(real: Tensor, size: Sequence[int], dims: Sequence[int], d: int, have: int) -> Tensor:
