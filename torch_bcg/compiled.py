@@ -161,6 +161,8 @@ class CompiledGraph:
         bound = program.at(key)
         if bound.overlaps is not None and bound.overlaps.found(args) is not None:
             return self.run_eagerly(args, "overlapping arguments")
+        if self.aliases is not None and self.aliases.hold(args, bound.in_place):
+            return self.run_eagerly(args, "an argument is an output of an earlier call")
         self.pool.order()
         with self.pool.in_use():
             result = program.replay(args, bound)
@@ -214,10 +216,11 @@ class CompiledGraph:
     def run_trial(self, key: Key, args: Sequence[Any], target: Key) -> Any:
         """A call that is run for real and then tried at a padded size, once a graph."""
         counters.warming += 1
-        trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target)
+        again = not self.rows.untried
+        trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target, again)
         result, reason = trial.run(args)
-        self.rows.tried(reason)
-        if reason is not None:
+        self.rows.tried(target, reason)
+        if self.rows.refused is not None:
             self.make_plan()
         self.seen[key] = self.seen.get(key, 0) + 1
         return result

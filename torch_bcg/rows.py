@@ -11,10 +11,11 @@ from torch._guards import TracingContext
 from torch_bcg.frame import argument_names
 from torch_bcg.graph.buckets import LADDER, RowDim, SizeGuards, find, row_dim
 from torch_bcg.graph.ir import Plan, Reason
-from torch_bcg.graph.known import Facts
+from torch_bcg.graph.known import LOOKED_UP, Facts
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.padding import Request, fills_of, with_padding
 from torch_bcg.options import Options
+from torch_bcg.runtime.trial import OUTSIDE
 
 Key = tuple[int, ...]
 
@@ -51,6 +52,7 @@ class Rows:
         self.symbols: tuple[str, ...] = ()
         self.place = -1
         self.untried: tuple[Reason, ...] = ()
+        self.looks_up = False
         self.reset()
 
     def reset(self) -> None:
@@ -58,6 +60,8 @@ class Rows:
         self.refused: Reason | None = None
         self.agreed: tuple[Reason, ...] = ()
         self.usable = self.ladder
+        self.inside: set[int] = set()  # padded sizes at which no index leaves its table
+        self.outside: set[int] = set()
         self.found: dict[Key, Key | str] = {}
 
     def choose(self, sizes: Mapping[str, tuple[str, ...]]) -> str:
@@ -89,6 +93,7 @@ class Rows:
         self.place = self.symbols.index(plan.padding.symbol) if padded and plan.padding else -1
         tried = plan.padding.tried if padded and plan.padding else ()
         self.untried = tuple(r for r in tried if r not in self.agreed)
+        self.looks_up = any(r.kind == LOOKED_UP for r in tried)
         return plan
 
     def fillable(self, plan: Plan) -> Mapping[str, str]:
@@ -122,7 +127,9 @@ class Rows:
         return (*key[: self.place], size, *key[self.place + 1 :])
 
     def allows(self, key: Key, size: int) -> bool:
-        """Whether the graph's guards hold at that number of rows."""
+        """Whether the graph is for that number of rows: its guards hold, its indices are inside."""
+        if size in self.outside:
+            return False
         values = dict(zip(self.symbols, self.at(key, size), strict=True))
         return self.guards is None or self.guards.allows(values)
 
@@ -146,10 +153,17 @@ class Rows:
 
     def due(self, key: Key, target: Key) -> bool:
         """Whether a trial has to come before this call is padded."""
-        return bool(self.untried) and key != target
+        if key == target:
+            return False
+        return bool(self.untried) or (self.looks_up and target[self.place] not in self.inside)
 
-    def tried(self, refused: Reason | None) -> None:
-        """What a trial found; the graph is planned again if it refuses."""
+    def tried(self, target: Key, refused: Reason | None) -> None:
+        """What a trial found; the graph is planned again if it refuses for every size."""
+        if refused is not None and refused.kind == OUTSIDE:
+            self.outside.add(target[self.place])
+            self.found.clear()
+            return
+        self.inside.add(target[self.place])
         self.refused = refused
         self.agreed, self.untried = (*self.agreed, *self.untried), ()
 

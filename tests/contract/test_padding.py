@@ -470,6 +470,150 @@ def test_padded_rows_are_written_to_a_slot_that_is_declared(device):
     assert counts.num_eager == 0
 
 
+STORES = {
+    "fewer rows": lambda pool, i, x: pool.__setitem__(i[:-1], x[:-1]),
+    "a counter": lambda pool, i, x: pool.index_add_(0, i * 0, x),
+    "a mark": lambda pool, i, x: pool.__setitem__(i * 0 + 3, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_declared_slot_allows_no_other_write(device, name):
+    class Store(Pool):
+        def forward(self, x, slots):
+            STORES[name](self.keys, slots, x * 2)
+            return plus_one(x) * 2 + slots[:, None]
+
+    compiled = check(
+        Store(device),
+        lambda i: slots_of(device, i % 3),
+        calls=9,
+        replays=range(3, 6),
+        options={"buckets": LADDER, "pad": {"slots": 0}},
+    )
+    assert verdicts(compiled) == ["padded rows are written"]
+
+
+def test_an_index_that_counts_from_the_end_for_some_calls(device):
+    """Once it varies, Dynamo asks for its sign no more."""
+    sizes, last = (7, 7, 7, 5, 5, 7), (-1, -2, -3, -3, -2, 0)
+
+    def make(i):
+        x = torch.randn(sizes[i], 4, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        return x, last[i]
+
+    check(
+        lambda x, n: plus_one(x * 2) * 2 + x[n],
+        make,
+        calls=6,
+        replays=range(6),
+        options={"buckets": [8, 16]},
+    )
+
+
+IDEMPOTENT = {
+    "set": lambda x, i: torch.zeros(8, device=x.device).scatter(0, i, 1.0)[:4] + x,
+    "least": lambda x, i: x + torch.full((4,), 9, device=x.device).scatter_reduce(
+        0, i * 0, -i, "amin"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IDEMPOTENT)
+def test_padded_rows_that_would_repeat_a_real_one(device, name):
+    """A trial that gives padded rows the numbers of real ones would not see these."""
+
+    def make(i):
+        x = rows(device, i % 3, 4)
+        index = torch.randint(1, 8, x.shape[:1], device=device)
+        torch._dynamo.mark_dynamic(index, 0)
+        return x, index
+
+    check(
+        lambda x, i: plus_one(IDEMPOTENT[name](x, i)) * 2 + i[:, None],
+        make,
+        calls=12,
+        replays=range(12),
+        options={"buckets": LADDER},
+    )
+
+
+@torch.library.custom_op("padding::over_least", mutates_args=())
+def over_least(x: Tensor) -> Tensor:
+    """By how much rows are over the least of them"""
+    return x - torch.nan_to_num(x, nan=float("inf")).amin(0)
+
+
+over_least.register_fake(lambda x: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_trial_finds_a_minimum(device, dtype):
+    """Neither what is not a number nor a large one changes it."""
+
+    def make(i):
+        x = torch.randint(1, 9, (SIZES[i % 3], 4), device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        return (x,)
+
+    compiled = check(
+        lambda x: over_least(plus_one(x.to(dtype).abs()) * 2) * 2,
+        make,
+        calls=12,
+        replays=range(4, 9),
+        options={"buckets": LADDER},
+    )
+    assert verdicts(compiled) == ["padded rows change others"]
+
+
+TABLES = {
+    "positions": lambda table, x: F.embedding(torch.arange(x.shape[0], device=x.device), table),
+    "counted": lambda table, x: F.embedding((x[:, 0] < 9).long().cumsum(0), table),
+    "before": lambda table, x: table[(x[:, 0] > -9).long() - 1],
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_padded_rows_do_not_index_outside_a_table(device, name):
+    """Of 31 rows, which 29 of a call do not leave and 32 of a program would."""
+    table = torch.randn(31, 4, device=device)
+    compiled = check(
+        lambda x: plus_one(x * 2) + TABLES[name](table, x),
+        lambda i: (rows(device, i, 4),),
+        calls=24,
+        replays=range(8, 20),
+        exact=False,
+        options={"buckets": LADDER, "max_padding": 8.0},
+    )
+    sizes = {n for p in torch_bcg.programs(compiled) for n in p.sizes.values()}
+    assert {4, 8, 16} <= sizes
+    assert name == "before" or 32 not in sizes
+
+
+# outputs
+
+
+def test_outputs_of_one_storage_with_other_dtypes(device, options):
+    def fn(x):
+        y = plus_one(x) * 2
+        pairs = torch.view_as_complex(y.view(-1, 2, 2))
+        return y[:, 1:], y.view(torch.float64)[:, 1:], pairs[:, 1:]
+
+    padded(fn, lambda i: (rows(device, i, 4),), options)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: plus_one(x * 2).view_as(x * 3),
+        lambda x: plus_one(x * 2)[:, :1].expand_as(x * 3),
+    ],
+)
+def test_outputs_that_take_their_shape_from_a_padded_value(device, fn, options):
+    padded(fn, lambda i: (rows(device, i, 4),), options)
+
+
 # memory
 
 

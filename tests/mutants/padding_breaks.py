@@ -68,7 +68,7 @@ def no_reason(original):
 def zeros_only(original):
     def init(one, *args):
         original(one, *args)
-        one.fillings = (0.0,)
+        one.fillings = one.fillings[:1]
 
     return init
 

@@ -13,6 +13,11 @@ from torch_bcg.graph.ir import TensorSpec
 Kind = Literal["input", "constant", "number", "view", "mode", "alloc", "kernel", "object", "output"]
 
 
+# Kinds of `Mixing` that others ask for.
+WRITTEN = "padded rows are written"
+LOOKED_UP = "padded rows as an index"
+
+
 @dataclass(frozen=True, slots=True)
 class Mixing:
     """What one dispatched operator does that lets a row hold something of a padded one.

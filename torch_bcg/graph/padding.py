@@ -25,11 +25,9 @@ from torch_bcg.graph.ir import (
     TensorSpec,
     Value,
 )
-from torch_bcg.graph.known import Facts, Mixing, TensorFact
+from torch_bcg.graph.known import WRITTEN, Facts, Mixing, TensorFact
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sorting import where
-
-WRITTEN = "padded rows are written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,7 @@ def with_padding(plan: Plan, facts: Facts, lowering: Lowering, request: Request)
         found,
         () if found else padder.tried(),
         request.fills,
+        () if found else padder.reserved(),
     )
     plan = dataclasses.replace(plan, padding=padding)
     return plan if found else padder.cut(plan)
@@ -84,6 +83,7 @@ class _Padder:
             for s in self.eager
             if self.uncut[s.index] and not any(r.kind == "mark" for r in s.reasons)
         }
+        self.declared = dict(request.fills)
         self.maker = {n: s.index for s in self.eager for n in s.outputs}
 
     def tensors(self, name: str) -> tuple[TensorFact, ...]:
@@ -144,22 +144,37 @@ class _Padder:
         return self.reason(mixed[0][1].kind, mixed[0][0], mixed[0][1].operator) if mixed else None
 
     def is_refused(self, m: Mixing) -> bool:
-        if m.kind == WRITTEN:
-            return m.decided and not self.request.fills
+        if m.kind == WRITTEN and self.is_outer(m.storage):
+            return m.index not in self.declared
         return m.decided and not self.request.independent
+
+    def is_outer(self, storage: int) -> bool:
+        """Whether memory is the caller's, or of a parameter or buffer."""
+        origin = self.facts.origin.get(storage, "")
+        return origin in self.lowering.nodes and self.lowering.nodes[origin].op in (
+            "placeholder", "get_attr",
+        )  # fmt: skip
 
     def tried(self) -> tuple[Reason, ...]:
         """What a trial has to show."""
-        declared = {name for name, _ in self.request.fills}
         found = {
             (m.kind, m.operator): self.reason(m.kind, name, m.operator)
             for name, m in self.mixing()
-            if not (m.kind == WRITTEN and m.index in declared)
+            if not (m.kind == WRITTEN and m.index in self.declared)
         }
         doubtful = (n for n in self.seen_by_others() if any(t.uncut for t in self.tensors(n)))
         for name in () if found else doubtful:
             found["", name] = self.reason("rows rearranged", name, self.tensors(name)[0].uncut)
         return tuple(found.values())
+
+    def reserved(self) -> tuple[tuple[int, int], ...]:
+        """(storage, row) of memory that padded rows may be written to."""
+        found = {
+            (m.storage, int(self.declared[m.index]))
+            for _, m in self.mixing()
+            if m.kind == WRITTEN and m.index in self.declared
+        }
+        return tuple(sorted(found))
 
     def seen_by_others(self) -> list[str]:
         """Values that somebody sees of whom only the rows of the call are there."""

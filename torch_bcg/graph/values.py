@@ -188,6 +188,7 @@ class Padding:
         refused: why calls are recorded at their own sizes, or None.
         tried: what facts cannot tell or the author vouches for: padded if one trial agrees.
         fills: (argument, number) of padded rows that are not zero.
+        reserved: (storage, row) of memory that padded rows are written to, as was declared.
     """
 
     symbol: str = ""
@@ -197,6 +198,7 @@ class Padding:
     refused: Reason | None = None
     tried: tuple[Reason, ...] = ()
     fills: tuple[tuple[str, float], ...] = ()
+    reserved: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,18 @@ import torch
 from torch import Tensor, fx
 
 from torch_bcg.graph import modes
-from torch_bcg.graph.ir import Cut, EagerSegment, GraphSegment, Output, Segment, Value
-from torch_bcg.graph.sizes import Geometry, compiled, geometries
+from torch_bcg.graph.ir import (
+    EagerSegment,
+    GraphSegment,
+    Output,
+    Segment,
+    TensorSpec,
+)
+from torch_bcg.graph.sizes import Geometry, compiled
 from torch_bcg.runtime import memory, steps
 from torch_bcg.runtime.checks import Again, spoil, verified, without_padding
-from torch_bcg.runtime.memory import Aliases
-from torch_bcg.runtime.recorders import Recording
+from torch_bcg.runtime.fronts import Fronts, Scene
 from torch_bcg.runtime.statics import Overlaps, overlaps_of
-from torch_bcg.runtime.trial import LARGE, VOUCHED, fitting
-from torch_bcg.runtime.workspace import Workspace
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class Bound:
         pad_rows: rows that are replayed though the call does not have them.
         overlaps: the check before a call, or None if nothing can go wrong.
         geometries: of the plan's tensors in such a call.
+        in_place: (place, bytes) of arguments that a replay reads or writes where they are.
     """
 
     loads: list[tuple[int, int]]
@@ -54,16 +58,7 @@ class Bound:
     pad_rows: int
     overlaps: Overlaps | None
     geometries: Mapping[str, Geometry]
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What a program was recorded into: memory, recordings by segment, outputs, checks."""
-
-    space: Workspace
-    recordings: Mapping[int, Recording]
-    aliases: Aliases | None
-    checks: tuple[str, ...] = ()
+    in_place: list[tuple[int, int]]
 
 
 def bind(scene: Scene, key: tuple[int, ...]) -> Bound:
@@ -71,25 +66,17 @@ def bind(scene: Scene, key: tuple[int, ...]) -> Bound:
     return _Binder(scene, key).bind()
 
 
-class _Binder:
+class _Binder(Fronts):
+    """Makes the steps in the order of the plan."""
+
     def __init__(self, scene: Scene, key: tuple[int, ...]) -> None:
-        self.space, self.recordings, self.aliases = scene.space, scene.recordings, scene.aliases
-        self.checks = scene.checks
-        self.plan, self.key = scene.space.plan, key
-        self.padded = key != scene.space.key
-        self.live = geometries(self.plan)(*key) if self.padded else scene.space.geometries
-        self.numbers = scene.space.numbers_at(key)
-        self.values = scene.space.values
+        super().__init__(scene, key)
+        self.recordings, self.aliases = scene.recordings, scene.aliases
         self.place = {name: i for i, name in enumerate(self.plan.arguments)}
         self.cell: dict[str, int] = {}
         self.cells: list[Any] = []  # the object the steps hold; as long as the template in the end
         self.template: list[Any] = []
         self.loads: dict[str, int] = {}
-        self.steps: list[steps.Step] = []
-        self.fronts: dict[str, Tensor] = {}  # what eager segments are given of padded values
-        self.current: set[str] = set()  # copied fronts that agree with their values
-        self.copied = 0
-        self.fills = dict(self.plan.padding.fills) if self.plan.padding else {}
 
     def bind(self) -> Bound:
         self.copy_in()
@@ -113,7 +100,7 @@ class _Binder:
         overlaps = overlaps_of(self.plan, self.live, self.space.bound)
         return Bound(
             loads, self.steps, self.cells, self.template, result, self.copied, rows,
-            self.rows(self.space.key) - rows, overlaps, self.live,
+            self.rows(self.space.key) - rows, overlaps, self.live, self.in_place(),
         )  # fmt: skip
 
     def checked(self, segment: GraphSegment, replay: steps.Step) -> steps.Step:
@@ -125,124 +112,14 @@ class _Binder:
             replay = without_padding(again, replay, self.narrowed, self.fills, self.rowless)
         return replay
 
-    def rowless(self, name: str) -> bool:
-        """Whether a value is as large in the call as in the program."""
-        whole = self.space.geometries.get(name)
-        return whole is not None and whole == self.live[name]
-
-    def dead_after(self, index: int) -> list[Tensor]:
-        """Memory made in this replay whose last reader is the segment of that index."""
-        dead = [
-            v
+    def in_place(self) -> list[tuple[int, int]]:
+        """Arguments that a replay reads or writes where the caller has them, after it began."""
+        return [
+            (self.place[v.name], memory.reach(*self.live[v.name][:2]) * dtype_of(v.spec).itemsize)
             for v in self.plan.values
-            if v.last == index and v.home in ("recorded", "bridge", "scratch")
-        ]
-        # The rows of the call alone of a slot: the tail is filled once, for all who lie there.
-        return [self.space.bound[v.name] if v.home == "recorded" else self.front(v) for v in dead]
-
-    # rows of the call
-
-    def rows(self, key: tuple[int, ...]) -> int:
-        """Rows at a key, 0 where none are padded."""
-        padding = self.plan.padding
-        if padding is None or padding.refused is not None:
-            return 0
-        return key[self.space.symbols.index(padding.symbol)]
-
-    def front(self, v: Value) -> Tensor:
-        """The rows of the call of a value in program memory, where they are."""
-        whole: Tensor = self.space.resolve(v.name)
-        return self.narrowed(whole, v.name, v.row_dims)
-
-    def narrowed(self, whole: Tensor, name: str, dims: Sequence[int]) -> Tensor:
-        """The first rows of a padded tensor, as many as the call has."""
-        for d in dims if self.padded else ():
-            whole = whole.narrow(d, 0, self.live[name][0][d])
-        return whole
-
-    def operand(self, name: str, segment: EagerSegment, cuts: Mapping[str, Cut]) -> Any:
-        """What an eager segment is given of a fixed value."""
-        if segment.live and name in self.numbers:
-            return self.numbers[name]
-        if not self.padded or name not in cuts:
-            return self.space.resolve(name)
-        if name not in self.fronts:
-            cut = cuts[name]
-            whole = self.space.resolve(name)
-            size, stride, _ = self.live[name]
-            if cut.copied:
-                self.fronts[name] = self.space.slot(f"{name}, copied", cut.spec, name).as_strided(
-                    size, stride
-                )
-            else:
-                self.fronts[name] = whole.as_strided(size, stride, whole.storage_offset())
-        return self.fronts[name]
-
-    def copy_fronts(self, segment: EagerSegment, back: bool) -> None:
-        """Copies of fronts to what an eager segment is given, or back what it wrote there."""
-        for cut in segment.cuts if self.padded else ():
-            if (
-                not cut.copied
-                or (back and not cut.written)
-                or (not back and cut.name in self.current)
-            ):
-                continue
-            copy = self.fronts[cut.name]
-            there = self.narrowed(self.space.resolve(cut.name), cut.name, cut.row_dims)
-            target, source = (there, copy) if back else (copy, there)
-            self.copied += copy.numel() * copy.itemsize
-            self.steps.append(functools.partial(target.copy_, source))
-            self.current.add(cut.name)
-
-    def written(self, segment: Segment) -> None:
-        """Copied fronts of what a segment wrote are out of date."""
-        made = {self.values[n].storage for n in segment.outputs} | set(segment.writes)
-        for s in self.plan.segments if self.padded else ():
-            if isinstance(s, EagerSegment):
-                self.current -= {c.name for c in s.cuts if c.storage in made}
-
-    def fill_tails(self) -> None:
-        """Rows of slots, bridges and scratch memory that the call does not have."""
-        if not self.padded:
-            return
-        zeros: list[Tensor] = []
-        for v in self.plan.values:
-            if v.home not in ("slot", "bridge", "scratch") or v.memory:
-                continue
-            tails = self.tails(v)
-            if v.name in self.fills:
-                self.steps += [functools.partial(t.fill_, self.fills[v.name]) for t in tails]
-            elif (
-                "poison" in self.checks and v.spec and v.spec.dtype.startswith(("float", "bfloat"))
-            ):
-                self.steps += [
-                    functools.partial(t.fill_, fitting(self.poison(), t.dtype)) for t in tails
-                ]
-            else:
-                zeros += tails
-        if zeros:
-            self.steps.append(functools.partial(torch._foreach_zero_, zeros))
-
-    def poison(self) -> float:
-        """What padded rows hold under ``check="poison"``.
-
-        Zero times it must be zero where the author vouches for masks, or declares memory that
-        padded rows are written to.
-        """
-        padding = self.plan.padding
-        vouched = padding is not None and any(r.kind in VOUCHED for r in padding.tried)
-        return LARGE if vouched or self.fills else float("nan")
-
-    def tails(self, v: Value) -> list[Tensor]:
-        """What is left of a padded value beside its front, without overlap."""
-        rest: Tensor = self.space.resolve(v.name)
-        found = []
-        for d in v.row_dims:
-            have, want = rest.shape[d], self.live[v.name][0][d]
-            if have > want and rest.stride(d):  # expanded rows are one row
-                found.append(rest.narrow(d, want, have - want))
-            rest = rest.narrow(d, 0, want)
-        return [t for t in found if t.numel()]
+            if v.name in self.place and v.spec is not None
+            and (v.home == "reference" or (v.home == "slot" and v.written))
+        ]  # fmt: skip
 
     # cells
 
@@ -267,7 +144,8 @@ class _Binder:
         bound = {**self.space.bound, **self.numbers}
         for n, cell in zip(outside, cells, strict=True):
             if n in bound and n not in self.place:
-                self.template[cell] = bound[n]
+                padded = n in self.values and self.values[n].row_dims
+                self.template[cell] = self.front(self.values[n]) if padded else bound[n]
         return code.forward, cells
 
     # steps
@@ -398,6 +276,12 @@ class _Binder:
         size, stride, offset = self.live[o.name]
         geometry = (size, stride, offset - self.live[o.base][2])
         return steps.view_out(self.cells, cell, self.cell_of(o.base), spec.dtype, geometry)
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """The dtype of a spec."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
 
 
 def only_call(code: fx.GraphModule, bound: Sequence[Any]) -> steps.Step | None:

@@ -15,8 +15,9 @@ import torch
 from torch_bcg.errors import CaptureError
 from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.lower import failed_node
-from torch_bcg.runtime.binding import Bound, Scene, bind
+from torch_bcg.runtime.binding import Bound, bind
 from torch_bcg.runtime.device import no_collection
+from torch_bcg.runtime.fronts import Scene
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.recorders import Recording, recorder_for

@@ -19,8 +19,8 @@ from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.sorting import where
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.compare import difference, is_sampled, unreserved
+from torch_bcg.runtime.fillings import Filling, fill
 from torch_bcg.runtime.steps import Step
-from torch_bcg.runtime.trial import fill
 from torch_bcg.runtime.workspace import Workspace
 
 
@@ -36,13 +36,24 @@ class Again:
         self.operands += [space.bound[s] for s in numbers]
         self.outputs = [space.resolve(n) for n in segment.outputs]
         self.skipped = set(segment.unwritten)  # whatever lay there before
-        bases = [space.bound[v.name] for v in space.plan.values if v.storage in segment.writes and
-                 v.name in space.bound]  # fmt: skip
-        written = {b.untyped_storage().data_ptr() for b in bases if isinstance(b, Tensor)}
+        bases = (
+            (v.storage, space.bound[v.name])
+            for v in space.plan.values
+            if v.storage in segment.writes and isinstance(space.bound.get(v.name), Tensor)
+        )
+        written = {b.untyped_storage().data_ptr(): storage for storage, b in bases}
         self.written = {
             i: x
             for i, x in enumerate(self.operands)
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in written
+        }
+        padding = space.plan.padding
+        reserved = padding.reserved if padding is not None else ()
+        self.reserved = {
+            self.names[i]: [
+                row for s, row in reserved if s == written[x.untyped_storage().data_ptr()]
+            ]
+            for i, x in self.written.items()
         }
 
     def copies(self, of: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -135,7 +146,8 @@ def without_padding(
             name = again.names[i]
             dims = cuts[name].row_dims
             real = front(copies[i], name, dims).clone()
-            fill(copies[i], dims, real, clean.get(name, 0.0), declared=True)
+            # Integers as well hold something else than in the replay, but for what is declared.
+            fill(copies[i], dims, real, Filling(clean.get(name, 0.0)), declared=name in clean)
         replay()
         results = again.run(copies)
         for name, ours, real in again.pairs(copies, results):
@@ -144,7 +156,8 @@ def without_padding(
             dims = compared[name]
             ours, real = (front(x, name, dims) for x in (ours, real))
             if not dims:
-                ours, real = (unreserved(x, clean.values()) for x in (ours, real))
+                reserved = again.reserved.get(name, ())
+                ours, real = (unreserved(x, reserved) for x in (ours, real))
             apart = difference(ours, real)
             if apart:
                 fix = (

@@ -18,9 +18,9 @@ def is_sampled(t: Tensor) -> bool:
     return t.numel() > SAMPLED and t.dim() > 0
 
 
-def unreserved(t: Tensor, reserved: Iterable[float]) -> Tensor:
+def unreserved(t: Tensor, reserved: Iterable[int]) -> Tensor:
     """``t`` without the rows of its first dim that padding may write."""
-    rows = [int(r) for r in reserved if t.dim() and 0 <= r < t.shape[0]]
+    rows = [r for r in reserved if t.dim() and -t.shape[0] <= r < t.shape[0]]
     if not rows:
         return t
     keep = torch.ones(t.shape[0], dtype=torch.bool, device=t.device)

@@ -25,6 +25,7 @@ def allocate(spec: TensorSpec, geometry: Geometry) -> Tensor:
 def over(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, like: Geometry) -> Tensor:
     """A tensor over ``storage`` from byte ``start`` on; it shares memory and nothing else."""
     size, stride, _ = like
+    assert start % dtype.itemsize == 0, "an address that this dtype cannot have"
     view = torch.empty(0, dtype=dtype, device=storage.device)
     return view.set_(storage, start // dtype.itemsize, size, stride)
 
@@ -67,7 +68,7 @@ def _foreign(pointer: int, nbytes: int, device: torch.device) -> torch.UntypedSt
 def moved_view(base: Tensor, dtype: str, geometry: Geometry) -> Tensor:
     """A view by geometry: ``geometry``'s offset counts bytes from the first element of ``base``."""
     kind = getattr(torch, dtype)
-    if kind == base.dtype:
+    if kind == base.dtype and geometry[2] % base.itemsize == 0:
         offset = base.storage_offset() + geometry[2] // base.itemsize
         return base.as_strided(geometry[0], geometry[1], offset)
     return over(base.untyped_storage(), kind, first_byte(base) + geometry[2], geometry)
@@ -147,7 +148,8 @@ def out_of(
         if take is None and len(members) == 1 and _dense(first):
             plans.append((first.clone, ((members[0], _itself),)))
             continue
-        low = min(first_byte(tensors[i]) for i in members)
+        align = max(tensors[i].itemsize for i in members)
+        low = min(first_byte(tensors[i]) for i in members) // align * align
         high = max(first_byte(tensors[i]) + extent(tensors[i]) for i in members)
         flat = over(first.untyped_storage(), torch.uint8, low, ((high - low,), (1,), 0))
         parts = tuple((i, _part(tensors[i], low)) for i in members)
@@ -171,14 +173,21 @@ def fronts_out_of(
         groups.setdefault(t.untyped_storage().data_ptr() or -1 - i, []).append(i)
     plans: list[tuple[Callable[[], Tensor], tuple[Part, ...]]] = []
     for members in groups.values():
-        low = min(fronts[i][1][2] for i in members)
-        high = max(
-            like[2] + reach(*like[:2]) * t.itemsize for t, like in (fronts[i] for i in members)
-        )
+        chosen = [fronts[i] for i in members]
+        low = _aligned([(like[2], t.itemsize) for t, like in chosen])
+        high = max(like[2] + reach(*like[:2]) * t.itemsize for t, like in chosen)
         device = fronts[members[0]][0].device
         make = functools.partial(torch.empty, high - low, dtype=torch.uint8, device=device)
         plans.append((make, tuple((i, _filled(*fronts[i], low)) for i in members)))
     return plans
+
+
+def _aligned(starts: Sequence[tuple[int, int]]) -> int:
+    """The highest byte from which all (start, itemsize) lie at multiples of their size."""
+    low = min(start for start, _ in starts)
+    while any((start - low) % itemsize for start, itemsize in starts):
+        low -= 1
+    return low
 
 
 def _filled(front: Tensor, like: Geometry, low: int) -> Callable[[Tensor], Tensor]:
@@ -242,6 +251,15 @@ class Aliases:
         taken = over(storage, torch.uint8, 0, ((flat.numel(),), (1,), 0))
         self.out.append(taken)
         return taken
+
+    def hold(self, args: Sequence[Any], places: Sequence[tuple[int, int]]) -> bool:
+        """Whether one of these arguments (place, bytes) lies in what was handed out."""
+        ranges = [(t.data_ptr(), t.data_ptr() + t.numel()) for t in self.out]
+        for place, size in places:
+            low = args[place].data_ptr()
+            if any(low < high and start < low + size for start, high in ranges):
+                return True
+        return False
 
     def expire(self) -> None:
         """Ends what was handed out."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torch_bcg.graph.known import LOOKED_UP
 from torch_bcg.graph.rows.states import ODD, State, States, Symbol, joined
 
 POSITIONS = "arange()"  # in place of a placeholder's name: every value is its own position
@@ -81,6 +82,15 @@ class Call:
         """Notes what the operator does to rows."""
         result = self.out[0] if self.out else None
         self.found.append(Found(kind, self.operator, decided, result=result))
+
+    def looks_up(self, index: Any) -> None:
+        """Notes that a table without rows is indexed with what padded rows hold.
+
+        Of an argument they hold zero, or what the author declares; anything else may lie outside.
+        """
+        name = self.known.name(index)
+        if self.known.symbol.held_by(index) and name in ("", POSITIONS):
+            self.mixes(LOOKED_UP, decided=False)
 
     def undecided(self) -> None:
         """Notes that only a trial can tell; the operator's name is the kind."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torch_bcg.graph.known import WRITTEN
 from torch_bcg.graph.rows.call import POSITIONS, Call, dims_of
 from torch_bcg.graph.rows.states import ODD, State, States, Token, fresh
 
@@ -13,6 +14,8 @@ def embedding(call: Call) -> list[States]:
     weight = call.states(call["weight"])
     if weight[0] is not None:
         call.undecided()
+    else:
+        call.looks_up(call["indices"])
     return [(*map(fresh, call.states(call["indices"])), *map(fresh, weight[1:]))]
 
 
@@ -25,6 +28,8 @@ def index_select(call: Call) -> list[States]:
     (dim,) = dims_of(call["dim"], x.dim())
     if states[dim] is not None:
         call.undecided()
+    else:
+        call.looks_up(call["index"])
     index = call.states(call["index"])
     states[dim] = fresh(index[0]) if index else None
     return [tuple(states)]
@@ -58,7 +63,9 @@ def index(call: Call) -> list[States]:
             call.undecided()
         return call.unknown()
     for d, tensor in zip(dims, tensors, strict=True):
-        if states[d] is not None:
+        if states[d] is None:
+            call.looks_up(tensor)
+        else:
             among = _at_positions(call, states[d], tensor, among)
     return [_placed(states, dims, among) if dims else states]
 
@@ -88,8 +95,10 @@ def index_put(call: Call) -> list[States]:
     written = call.broadcast([target, values], len(target))
     # Rows of values count as well: an index of another size is a symbol of its own.
     at = _place(dims)
-    stray = _placed_rows(written[at : at + len(among)]) and not call.outward
-    if stray or any(states[d] is not None for d in dims):
+    if _placed_rows(written[at : at + len(among)]) and not call.outward:
+        call.mixes(WRITTEN)
+        return [tuple(map(fresh, states))]
+    if any(states[d] is not None for d in dims):
         call.undecided()
         return [tuple(map(fresh, states))]
     rest = iter(_rest_of(written, dims, len(among)))
@@ -133,8 +142,10 @@ def scatter(call: Call) -> list[States]:
     (dim,) = dims_of(call["dim"], x.dim())
     result = []
     for d, (s, i) in enumerate(zip(states, positions, strict=True)):
-        strays = s is None and i is not None and not call.outward
-        if strays or (d == dim and s is not None):
+        if s is None and i is not None and not call.outward:
+            call.mixes(WRITTEN)
+            result.append(fresh(s))
+        elif d == dim and s is not None:
             call.undecided()
             result.append(fresh(s))
         else:
@@ -153,8 +164,10 @@ def along(call: Call) -> list[States]:
         return [states]
     (dim,) = dims_of(call["dim"], x.dim())
     moved = (*positions, *source[dim : dim + 1])
-    if states[dim] is not None or (_placed_rows(moved) and not call.outward):
+    if states[dim] is not None:
         call.undecided()
+    elif _placed_rows(moved) and not call.outward:
+        call.mixes(WRITTEN)
     if len(source) == len(states):
         source = (*source[:dim], None, *source[dim + 1 :])
         return [call.broadcast([states, source], len(states))]

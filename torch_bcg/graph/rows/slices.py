@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_bcg.graph.geometry import plain
 from torch_bcg.graph.rows.call import Call, dims_of
@@ -22,13 +24,20 @@ from torch_bcg.graph.rows.states import (
 from torch_bcg.graph.rows.views import quotient
 
 
+def from_the_front(index: Any) -> bool:
+    """Whether a position is counted from the first one, whatever the values of symbols are."""
+    if isinstance(index, torch.SymInt):
+        return bool(statically_known_true(index >= 0))
+    return not isinstance(index, int) or index >= 0  # a sum of sizes is
+
+
 def select(call: Call) -> list[States]:
     """One position of a dim: of rows it must be counted from the first."""
     x, index = call.first, call["index"]
     (dim,) = dims_of(call["dim"], x.dim())
     states = call.states(x)
     state = states[dim]
-    from_the_end = call.holds(index) or (isinstance(index, int) and index < 0)
+    from_the_end = call.holds(index) or not from_the_front(index)
     if state is None:
         if call.holds(index):
             call.mixes("size used as a value")
@@ -45,10 +54,11 @@ def sliced(call: Call, state: State, sizes: tuple[Any, Any], start: Any, step: A
     Any end gives a prefix of what the start leaves, so ends are not asked for.
     """
     before, after = sizes
+    front = start is None or from_the_front(start)
     start = 0 if start is None else plain(start)
     holds = call.holds(after)
     lost = ODD if holds else None
-    counted = call.holds(start) or (isinstance(start, int) and start < 0)
+    counted = call.holds(start) or not front
     if counted and (state is not None or holds or call.holds(start)):
         call.mixes("slice bound holds the size")
         return lost

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torch_bcg.graph.geometry import storage_id
-from torch_bcg.graph.known import Mixing
+from torch_bcg.graph.known import WRITTEN, Mixing
 from torch_bcg.graph.rows.call import POSITIONS, Call, Found
 from torch_bcg.graph.rows.states import (
     ODD,
@@ -174,8 +174,10 @@ class Tracker:
             origin = POSITIONS if kept else ""
         elif origin == POSITIONS and call.name == "slice" and call["start"] not in (None, 0):
             origin = ""
-        for x in call.out:
-            if origin and id(x) in self.table:
+        for i, x in enumerate(call.out):
+            # Of several parts only the first begins where the whole does.
+            kept = i == 0 and _keeps_numbers(call, x)
+            if origin and kept and id(x) in self.table:
                 self.names[id(x)] = origin
 
     def _write(self, call: Call, x: torch.Tensor) -> None:
@@ -183,24 +185,21 @@ class Tracker:
         inside = any(isinstance(s, Token) and s.inside for s in states)
         memory = storage_id(x)
         if inside or not self.symbol.held_by(x):
-            call.found.append(
-                Found(
-                    "padded rows are written",
-                    call.operator,
-                    memory in self.outer,
-                    x,
-                    self._index(call),
-                )
-            )
+            call.found.append(Found(WRITTEN, call.operator, True, x, self._index(call)))
         for other in self.over.get(memory, ()):
             self.names.pop(id(other), None)
         self._lower(call, x, states, memory)
 
     def _index(self, call: Call) -> str:
-        """The placeholder that says where rows go, if it is one."""
-        holding = [i for i in call.index if self.symbol.held_by(i)]
+        """The placeholder that says where rows go, if it is one, and goes with them row by row."""
+        given = call.index or [x for x in tree_leaves(call.arguments) if is_index(x)]
+        holding = [i for i in given if self.symbol.held_by(i)]
         name = self.name(holding[0]) if len(holding) == 1 else ""
-        return "" if name == POSITIONS else name
+        if name in ("", POSITIONS) or not all(map(_whole, self.states(holding[0]))):
+            return ""
+        values = (call["values"], call["source"], call["src"])
+        late = any(lag_of(s) < 0 for v in values for s in call.states(v))
+        return "" if late else name
 
     def _lower(self, call: Call, x: torch.Tensor, states: States, memory: int) -> None:
         """What is written through one tensor is read through all over its memory."""
@@ -225,6 +224,24 @@ class Tracker:
             shifted = zip(before, after, strict=True)
             if any(lag_of(a) < 0 <= lag_of(b) for b, a in shifted):
                 call.mixes("shifted rows are written", decided=False)
+
+
+def is_index(x: object) -> bool:
+    """Whether an argument may say where something is written."""
+    return isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64)
+
+
+def _whole(state: State) -> bool:
+    """Whether a dim has no rows, or all of them and each in its own place."""
+    return state is None or state == Token(0)
+
+
+def _keeps_numbers(call: Call, after: torch.Tensor) -> bool:
+    """Whether a view or a cast keeps what says a place: an integer of at least 32 bits."""
+    before = call.first
+    if not isinstance(before, torch.Tensor) or before.dtype == after.dtype:
+        return True
+    return call.name == "_to_copy" and is_index(before) and is_index(after)
 
 
 def _at_most(state: Any, low: float) -> Any:

@@ -1,0 +1,61 @@
+"""Indices that would leave their table, found before an operator reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OutOfRange(Exception):  # noqa: N818 - it ends a trial, it is no error of anybody
+    """An index lies outside; the text says of what."""
+
+
+class InRange(TorchDispatchMode):
+    """Looks at indices before an operator does, which on a GPU would end the process."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.").rstrip("_")
+        if name in _INDEXED:
+            for size, index in _INDEXED[name](*args):
+                outside(name, size, index)
+        return func(*args, **(kwargs or {}))
+
+
+def _along(x: Tensor, dim: int, index: Tensor, *rest: Any) -> list[tuple[int, Tensor]]:
+    return [(x.shape[dim], index)] if x.dim() else []
+
+
+def _among(x: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> list[tuple[int, Tensor]]:
+    masks = (torch.bool, torch.uint8)
+    if any(i is not None and i.dtype in masks for i in indices):
+        return []
+    return [(n, i) for n, i in zip(x.shape, indices, strict=False) if i is not None]
+
+
+def _table(weight: Tensor, index: Tensor, *rest: Any) -> list[tuple[int, Tensor]]:
+    return [(weight.shape[0], index)]
+
+
+_INDEXED: dict[str, Callable[..., list[tuple[int, Tensor]]]] = {
+    "embedding": _table,
+    **dict.fromkeys(("index", "index_put", "_index_put_impl", "_unsafe_index"), _among),
+    **dict.fromkeys(
+        ("index_select", "gather", "scatter", "scatter_add", "scatter_reduce", "index_add",
+         "index_copy", "index_fill"), _along
+    ),
+}  # fmt: skip
+
+
+def outside(operator: str, size: int, index: Tensor) -> None:
+    """Ends the run where an index lies outside a dim of that size."""
+    if index.numel() and not bool(((index < size) & (index >= -size)).all()):
+        raise OutOfRange(f"aten::{operator} of {size}")

@@ -1,0 +1,80 @@
+"""What the rows hold that a call does not have, where somebody looks at whether it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGE = 1e3
+# What facts refuse by themselves; everything else that is tried they only cannot tell.
+VOUCHED = (
+    "contraction over tokens", "softmax over tokens", "reduction over tokens",
+    "convolution over tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What the rows hold that a call does not have.
+
+    Attributes:
+        number: of floating point.
+        real_rows: integers are copies of the call's own rows, else zero, as in a replay.
+    """
+
+    number: float
+    real_rows: bool = True
+
+    @property
+    def truth(self) -> bool:
+        """Of truth values."""
+        return self.number > 0
+
+
+# As a replay has them first. What the author vouches for may multiply padded rows by zero, which
+# NaN would show as use.
+FILLINGS = (Filling(0.0, False), Filling(LARGE), Filling(-LARGE, False), Filling(float("nan")))
+
+
+def fill(
+    whole: Tensor, dims: Sequence[int], real: Tensor, filling: Filling, declared: bool = False
+) -> Tensor:
+    """Fills the rows that ``real`` does not have, and returns the front for those it has.
+
+    ``declared`` is a number for every dtype.
+    """
+    front = whole
+    for d in dims:
+        have = real.shape[d]
+        if front.shape[d] > have and front.stride(d):  # expanded rows are one row
+            tail = front.narrow(d, have, front.shape[d] - have)
+            if declared or whole.is_complex():
+                tail.fill_(filling.number)
+            elif whole.is_floating_point():
+                tail.fill_(fitting(filling.number, whole.dtype))
+            elif whole.dtype == torch.bool:
+                tail.fill_(filling.truth)
+            elif filling.real_rows and have:
+                tail.copy_(_repeated(real, front.shape, dims, d, have))
+            else:
+                tail.zero_()
+        front = front.narrow(d, 0, have)
+    return front
+
+
+def fitting(number: float, dtype: torch.dtype) -> float:
+    """``number``, or what is large among the numbers of a small type."""
+    most = torch.finfo(dtype).max / 2
+    return number if number != number else max(-most, min(number, most))
+
+
+def _repeated(real: Tensor, size: Sequence[int], dims: Sequence[int], d: int, have: int) -> Tensor:
+    """Rows of ``real`` again and again, to fill what lies behind ``have`` in dim ``d``."""
+    for e in dims:
+        first = have if e == d else 0
+        wanted = torch.arange(first, size[e], device=real.device) % real.shape[e]
+        real = real.index_select(e, wanted)
+    return real
