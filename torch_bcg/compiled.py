@@ -34,6 +34,7 @@ from torch_bcg.graph.lifetimes import with_lifetimes
 from torch_bcg.graph.partition import partition
 from torch_bcg.graph.plan import NoAddressError, make_plan
 from torch_bcg.graph.sizes import geometries, key_reader
+from torch_bcg.graph.sorting import where
 from torch_bcg.options import Options
 from torch_bcg.report import files, trace
 from torch_bcg.rows import Key, Rows
@@ -266,12 +267,15 @@ class CompiledGraph:
 
     def cut(self, error: CaptureError) -> None:
         """Makes the operation at which a capture failed eager; out of memory, everything."""
-        segment = self.plan.segments[error.segment]
         if error.out_of_memory:
             self.lost = Reason("out of memory", error.node, detail=error.found)
+            self.make_plan()
+            return
+        segment = self.plan.segments[error.segment]
         known = error.node in segment.nodes and error.node not in self.found
         for name in (error.node,) if known else segment.nodes:
-            self.found[name] = Reason("cannot be recorded", name, detail=error.found)
+            place = where(self.lowering.nodes[name])
+            self.found[name] = Reason("cannot be recorded", name, place, error.found)
         self.make_plan()
 
     def run_eagerly(self, args: Sequence[Any], reason: str) -> Any:

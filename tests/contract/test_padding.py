@@ -514,8 +514,8 @@ def test_an_index_that_counts_from_the_end_for_some_calls(device):
 
 IDEMPOTENT = {
     "set": lambda x, i: torch.zeros(8, device=x.device).scatter(0, i, 1.0)[:4] + x,
-    "least": lambda x, i: x + torch.full((4,), 9, device=x.device).scatter_reduce(
-        0, i * 0, -i, "amin"
+    "least": lambda x, i: (
+        x + torch.full((4,), 9, device=x.device).scatter_reduce(0, i * 0, -i, "amin")
     ),
 }
 

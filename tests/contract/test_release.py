@@ -372,3 +372,52 @@ def test_a_device_that_is_full():
         for _ in range(4):
             assert_same(compiled(x[:8]), (x[:8] * 2 + 1).sin() + x[:8])
     assert counts.num_eager == 0
+
+
+def test_no_room_for_slots_leaves_a_working_function(device, monkeypatch):
+    """The device may be full before the first segment is recorded."""
+
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def fn(x):
+        return plus_one(x * 2) * 3
+
+    compiled = torch.compile(fn, backend="bcg", options={"on_eager_call": "count"})
+    monkeypatch.setattr("torch_bcg.runtime.slots.Slots.take", full)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(4, 6, device=device)
+            assert_same(compiled(x), fn(x))
+    (plan,) = torch_bcg.explain(compiled).plans
+    assert plan.unrecorded.kind == "out of memory"
+    assert "2.00 GiB" in plan.unrecorded.detail
+    monkeypatch.undo()
+    torch_bcg.reset(compiled)
+    with torch.no_grad(), counted() as counts:
+        for _ in range(3):
+            x = torch.randn(4, 6, device=device)
+            assert_same(compiled(x), fn(x))
+    assert (counts.replays, counts.num_eager) == (2, 0)
+
+
+def test_no_room_for_a_trial_leaves_a_call_as_it_is(device, monkeypatch):
+    """What a trial would keep of a call is not worth the call."""
+
+    def fn(x, i):
+        return plus_one(x * 2)[i] + x
+
+    def full(trial, x):
+        trial.full = True
+        return x
+
+    monkeypatch.setattr("torch_bcg.runtime.trial.Trial.copy", full)
+    compiled = torch.compile(fn, backend="bcg", options={"buckets": [8]})
+    with torch.no_grad():
+        for _ in range(5):
+            x, i = torch.randn(5, 6, device=device), torch.randint(0, 5, (5,), device=device)
+            for t in (x, i):
+                torch._dynamo.mark_dynamic(t, 0)
+            assert_same(compiled(x, i), fn(x, i))
+    (plan,) = torch_bcg.explain(compiled).plans
+    assert plan.padding.refused.kind == "out of memory"

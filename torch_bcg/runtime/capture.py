@@ -7,8 +7,9 @@ inference mode, so that a call in any mode may write them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -44,7 +45,8 @@ def capture(
     """
     with torch.inference_mode(False), torch.no_grad(), no_collection():
         before, taken = space.pool.reserved(), space.slots.taken
-        space.bind()
+        with no_room():
+            space.bind()
         recordings = {}
         recorded_kernels = 0
         for segment in space.plan.graph_segments:
@@ -70,10 +72,28 @@ def capture(
             # A recording knows addresses and holds nothing: what it was bound to lives with it.
             owners=[space.bound, *space.owners, *recordings.values()],
         )
-        program.at(space.key)
+        with no_room():
+            program.at(space.key)
         program.bytes = grown + space.slots.taken - taken
         space.forget_call()
         return program
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Says of a device that is full what a segment would say that cannot be recorded."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        caught = CaptureError(
+            "There is no memory for the slots of a program.",
+            where="capture",
+            expected="room for its slots",
+            found=str(error).splitlines()[0],
+            fix="Record fewer or smaller sizes (buckets, max_programs).",
+        )
+        caught.out_of_memory = True
+        raise caught from error
 
 
 def record(space: Workspace, segment: GraphSegment, unrecorded: bool) -> Recording:

@@ -84,6 +84,7 @@ class Trial:
         self.fillings = FILLINGS[:1] if again else FILLINGS[:-1] if vouched else FILLINGS
         self.reserved = padding.reserved
         self.unwritten = unwritten(gm, facts)
+        self.full = False
         self.kept: dict[str, Kept] = {}
         self.before: dict[int, Tensor] = {}
 
@@ -97,15 +98,26 @@ class Trial:
         for i, p in enumerate(placeholders):
             tensors = self.facts.nodes[p.name].tensors
             if any(t.storage in self.written_again for t in tensors):
-                self.before[i] = args[i].clone()
+                self.before[i] = self.copy(args[i])
         with modes.preserved():
             result = _Real(self).run(*args)
+        if self.full:
+            self.kept.clear()
+            return result, Reason("out of memory", "", detail="a trial copies what crosses cuts")
         for filling in self.fillings:
             reason = self.padded_run(args, result, filling)
             # Other numbers than a replay has may lead out of a table without telling anything.
             if reason is not None and not (reason.kind == OUTSIDE and filling is not FILLINGS[0]):
                 return result, reason
         return result, None
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A clone for the trial, of which the call itself must not fail."""
+        try:
+            return x if self.full else x.clone()
+        except torch.OutOfMemoryError:
+            self.full = True
+            return x
 
     def padded_run(self, args: Sequence[Any], result: Any, filling: Filling) -> Reason | None:
         """One run at the padded size; what it shows against padding."""
@@ -232,11 +244,11 @@ class _Real(_Interpreter):
         kept = self.trial.kept[n.name] = Kept()
         empty = self.trial.unwritten[n.name]
         taken = self.operands(n, lambda t: bool(self.trial.rows(t)) and t.storage not in empty)
-        kept.taken = {p: x.clone() for p, x in taken.items()}
+        kept.taken = {p: self.trial.copy(x) for p, x in taken.items()}
         result = super().run_node(n)
         written = self.operands(n, lambda t: t.storage in f.writes and self.is_made(t))
-        kept.written = {p: x.clone() for p, x in written.items()}
-        kept.made = pytree.tree_map_only(Tensor, Tensor.clone, result)
+        kept.written = {p: self.trial.copy(x) for p, x in written.items()}
+        kept.made = pytree.tree_map_only(Tensor, self.trial.copy, result)
         return result
 
     def is_made(self, t: TensorFact) -> bool:
