@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from torch_bcg import marking
@@ -89,6 +90,7 @@ class CompiledGraph:
         self.programs = Programs(self.pool)
         self.slots = Slots()
         self.seen: dict[Key, int] = {}  # real runs by key
+        self.full: set[Key] = set()  # for which there was no memory
         self.probed = False
         self.plan = Plan(self.name, self.facts.device, (), (), (), (), (), ())
         self.make_plan()
@@ -159,7 +161,10 @@ class CompiledGraph:
 
     def run_program(self, program: Program, args: Sequence[Any], key: Key) -> Any:
         """Replays a program that fits these arguments, unless their memory overlaps."""
-        bound = program.at(key)
+        try:
+            bound = program.at(key)
+        except torch.OutOfMemoryError:  # copies for a size that is new; nothing has run
+            return self.run_eagerly(args, "out of memory")
         if bound.overlaps is not None and bound.overlaps.found(args) is not None:
             return self.run_eagerly(args, "overlapping arguments")
         if self.aliases is not None and self.aliases.hold(args, bound.in_place):
@@ -178,6 +183,8 @@ class CompiledGraph:
         if moved:
             tell_moved(moved, self.options)
         self.programs.sweep(args)
+        if target in self.full:
+            return self.run_eagerly(args, "out of memory")
         if self.programs.of_the_set(args) >= self.rows.limit():
             return self.run_eagerly(args, "max_programs")
         if self.programs.wasted >= self.options.max_programs:
@@ -215,7 +222,7 @@ class CompiledGraph:
         return result
 
     def run_trial(self, key: Key, args: Sequence[Any], target: Key) -> Any:
-        """A call that is run for real and then tried at a padded size, once a graph."""
+        """A call that is run for real and then tried at the padded size it would have had."""
         counters.warming += 1
         again = not self.rows.untried
         trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target, again)
@@ -234,26 +241,26 @@ class CompiledGraph:
         return self.run_watched(key, args) if new else self.eager(*args)
 
     def is_time(self, key: Key, target: Key, args: Sequence[Any]) -> bool:
-        """Whether a program is recorded now: a padded size at once, a shape at its second call."""
+        """Whether to record now: at once where sizes are padded, else at the second call."""
         if self.rows.due(key, target) or self.programs.find(target, args, every=True):
             return False
         return self.rows.padded or self.seen[key] >= 2
 
     def record(self, key: Key, args: Sequence[Any]) -> None:
         """Captures a program; what fails to record is cut, with its error as the reason."""
-        while self.plan.unrecorded is None:
+        while self.plan.unrecorded is None and key not in self.full:
             most = self.rows.most(key)
             try:
                 with self.pool.in_use():
                     space = Workspace(
-                        self.plan, self.lowering, self.geometries(*key), self.geometries(*most),
-                        key, args, self.pool, self.slots,
+                        self.plan, self.lowering, self.geometries, key, most, args, self.pool,
+                        self.slots,
                     )  # fmt: skip
                     program = capture(
                         space, self.options.unrecorded, self.aliases, self.options.check
                     )
             except CaptureError as error:
-                self.cut(error)
+                self.cut(error, key)
                 continue
             self.programs.add(program)
             counters.captures += 1
@@ -265,8 +272,14 @@ class CompiledGraph:
                 )
             return
 
-    def cut(self, error: CaptureError) -> None:
-        """Makes the operation at which a capture failed eager; out of memory, everything."""
+    def cut(self, error: CaptureError, key: Key) -> None:
+        """Makes the operation at which a capture failed eager.
+
+        Where the device is full, other sizes may still fit; without any, nothing is recorded.
+        """
+        if error.out_of_memory and (self.rows.padded or len(self.programs)):
+            self.full.add(key)
+            return
         if error.out_of_memory:
             self.lost = Reason("out of memory", error.node, detail=error.found)
             self.make_plan()
@@ -315,12 +328,14 @@ class CompiledGraph:
 
     def reset(self) -> None:
         """Back to the state before the first call."""
-        self.free()
-        self.found.clear()
-        self.lost = None
-        self.seen.clear()
-        self.programs.wasted = 0
-        self.probed = False
-        self.rows.reset()
-        self.make_plan()
-        self.pool.let_go()
+        with self.pool.lock:
+            self.free()
+            self.found.clear()
+            self.lost = None
+            self.seen.clear()
+            self.full.clear()
+            self.programs.wasted = 0
+            self.probed = False
+            self.rows.reset()
+            self.make_plan()
+            self.pool.let_go()

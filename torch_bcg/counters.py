@@ -39,7 +39,7 @@ class Stats:
 
     Attributes:
         probes: Calls run node by node to find out what cannot be recorded.
-        warming: Calls run for real because their shape was new.
+        warming: Calls run for real because their shape or static tensors were new, or for a trial.
         captures: Programs recorded.
         replays: Calls answered by a program.
         eager_calls: Calls whose segments ran unrecorded, by the text of the reason.

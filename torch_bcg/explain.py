@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.frame import needs_gradients
 from torch_bcg.graph.ir import Plan
 from torch_bcg.marking import resolve
 from torch_bcg.options import Options
-from torch_bcg.programs import graphs_of
+from torch_bcg.programs import graphs_of, is_compiled
 from torch_bcg.report.text import explanation
 
 __all__ = ["Explanation", "explain"]
@@ -70,7 +69,7 @@ def explain(
         A callable that takes example arguments and returns the `Explanation`; for something
         compiled, the `Explanation` itself.
     """
-    if isinstance(fn, OptimizedModule) or innermost_fn(fn) is not fn:
+    if is_compiled(fn):
         graphs = sorted(graphs_of(fn), key=lambda g: g.number)
         plans = tuple(g.plan for g in graphs)
         unmet = unmet_marks(plans, graphs[0].options) if graphs else ()

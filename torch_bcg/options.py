@@ -102,7 +102,8 @@ class Options:
         32,
         option_values.count,
         ("an integer from 1 up",),
-        "programs of one graph and set of addresses; calls that would need one more are eager",
+        "programs of one graph and set of addresses, beside those of the ladder; calls that would "
+        "need one more are eager",
     )
     min_segment_kernels: int = _option(
         1,

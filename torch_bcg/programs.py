@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,9 +82,16 @@ class ProgramHandle:
         if self._rows is not None:
             target, source, dim = self._rows
             full[target] = full[source].shape[dim]
-        if program.dead or not program.statics.match(full):
-            raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
-        key = self._graph.key(full)
+        with self._graph.pool.lock:  # nobody frees it between the look and the call
+            if program.dead or not program.statics.match(full):
+                raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
+            self._check(args, self._graph.key(full))
+            outputs: tuple[Any, ...] = self._graph.replay(program, full)
+        return outputs
+
+    def _check(self, args: Sequence[Any], key: tuple[int, ...]) -> None:
+        """Raises if arguments of this key are not what the program was recorded for."""
+        program = self._program
         if self._graph.rows.key_for(key) != program.key:
             raise _unfit("sizes", f"those of {dict(self.sizes)}", str(key))
         expected = program.at(key).geometries
@@ -94,8 +101,6 @@ class ProgramHandle:
             spec = self._specs[name]
             if spec is not None and x.dtype != getattr(torch, spec.dtype):
                 raise _unfit(name, spec.dtype, str(x.dtype))
-        outputs: tuple[Any, ...] = self._graph.replay(program, full)
-        return outputs
 
     def _row_places(self) -> tuple[int, int, int] | None:
         """The argument that is the padded size as a number, and the tensor and dim that have it."""
@@ -114,6 +119,19 @@ def _unfit(what: str, expected: str, found: str) -> BCGError:
         found=found,
         fix="Call the compiled function, which finds or records the right program.",
     )
+
+
+def wrapper_of(compiled: Any) -> Any:
+    """What `torch.compile` made: a module may have it as its forward, or beside it."""
+    if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, OptimizedModule):
+        compiled = compiled._compiled_call_impl or compiled.forward
+    return getattr(compiled, "__func__", compiled)
+
+
+def is_compiled(compiled: Any) -> bool:
+    """Whether `torch.compile`, or ``module.compile()``, was called for it."""
+    wrapper = wrapper_of(compiled)
+    return isinstance(wrapper, OptimizedModule) or innermost_fn(wrapper) is not wrapper
 
 
 def programs(compiled: Callable[..., Any]) -> list[ProgramHandle]:

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from torch_bcg.counters import counters
 from torch_bcg.dynamo import Backend
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.buckets import LADDER
 from torch_bcg.options import Options
-from torch_bcg.programs import graphs_of
+from torch_bcg.programs import graphs_of, is_compiled, wrapper_of
 
 __all__ = ["Warmed", "warm_up"]
 
@@ -78,7 +77,7 @@ def warm_up(
     Raises:
         BCGError: ``compiled`` is not compiled with this backend, or ``make_inputs`` gives no tuple.
     """
-    if not _is_compiled(compiled):
+    if not is_compiled(compiled):
         raise _no_program(repr(compiled).splitlines()[0])
     chosen = _ladder(compiled) if sizes is None else sizes
     warming = [_Warming(size, compiled, make_inputs) for size in sorted(set(chosen), reverse=True)]
@@ -147,18 +146,6 @@ class _Warming:
         return real == 0
 
 
-def _wrapper(compiled: Any) -> Any:
-    """What ``torch.compile`` made: a module may have it as its forward, or beside it."""
-    if isinstance(compiled, torch.nn.Module) and not isinstance(compiled, OptimizedModule):
-        compiled = compiled._compiled_call_impl or compiled.forward
-    return getattr(compiled, "__func__", compiled)
-
-
-def _is_compiled(compiled: Any) -> bool:
-    wrapper = _wrapper(compiled)
-    return isinstance(wrapper, OptimizedModule) or innermost_fn(wrapper) is not wrapper
-
-
 def _no_program(found: str) -> BCGError:
     return BCGError(
         "There is nothing to warm up.",
@@ -186,7 +173,7 @@ def _given(compiled: Any) -> Options | None:
 
     None where this version of torch keeps them elsewhere: the ladder is used then.
     """
-    wrapper = _wrapper(compiled)
+    wrapper = wrapper_of(compiled)
     if isinstance(wrapper, OptimizedModule):
         context = getattr(wrapper, "dynamo_ctx", None)
     else:

@@ -139,6 +139,9 @@ class _Padder:
                 return found
             if o.how == "carried" and self.maker.get(o.name, -1) in self.all_rows:
                 return self.reason("rows cannot be cut", o.name, "made of all rows and returned")
+        collective = next(filter(self.is_collective, self.on_all_rows()), None)
+        if collective is not None and self.tried():  # of which one rank alone must not run one more
+            return self.reason("collective", collective, "a trial would call it")
         mixed = [m for m in self.mixing() if self.is_refused(m[1])]
         mixed.sort(key=lambda m: not m[1].kind.startswith("contraction"))
         return self.reason(mixed[0][1].kind, mixed[0][0], mixed[0][1].operator) if mixed else None
@@ -154,6 +157,11 @@ class _Padder:
         return origin in self.lowering.nodes and self.lowering.nodes[origin].op in (
             "placeholder", "get_attr",
         )  # fmt: skip
+
+    def is_collective(self, name: str) -> bool:
+        """Whether a node calls other ranks."""
+        operators = self.facts.nodes[name].operators
+        return any(o.namespace.startswith(("_c10d_functional", "c10d")) for o in operators)
 
     def tried(self) -> tuple[Reason, ...]:
         """What a trial has to show."""
@@ -249,6 +257,12 @@ class _Padder:
         written = {s for e in self.eager if e.index in self.all_rows for s in e.writes}
         made = {n for e in self.eager if e.index in self.all_rows for n in e.outputs}
         dirty = {v.memory or v.name for v in plan.values if v.name in made or v.storage in written}
+
+        lain = {v.memory or v.name: set[tuple[int, ...]]() for v in plan.values}
+        for v in plan.values:
+            if v.spec is not None and self.facts.nodes[v.name].is_tensor:
+                lain[v.memory or v.name].add(self.row_dims(self.tensors(v.name)[0]))
+        dirty |= {slot for slot, dims in lain.items() if len(dims) > 1}  # tails in other places
 
         def value(v: Value) -> Value:
             if (v.memory or v.name) in dirty:

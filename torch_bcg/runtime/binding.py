@@ -174,7 +174,7 @@ class _Binder(Fronts):
             self.steps.append(steps.fill_numbers(self.cells, forward, loads, fills))
 
     def run_eagerly(self, segment: EagerSegment) -> None:
-        code = self.space.lowering.segment(segment)
+        code = self.space.code(segment)
         cuts = {c.name: c for c in segment.cuts}
         bound = [self.operand(n, segment, cuts) for n in segment.inputs]
         self.copy_fronts(segment, back=False)

@@ -26,7 +26,7 @@ class InRange(TorchDispatchMode):
         name = str(getattr(func, "overloadpacket", func)).removeprefix("aten.").rstrip("_")
         if name in _INDEXED:
             for size, index in _INDEXED[name](*args):
-                outside(name, size, index)
+                outside(name, size, index, -size if name in _FROM_THE_END else 0)
         return func(*args, **(kwargs or {}))
 
 
@@ -45,17 +45,25 @@ def _table(weight: Tensor, index: Tensor, *rest: Any) -> list[tuple[int, Tensor]
     return [(weight.shape[0], index)]
 
 
+def _flat(x: Tensor, index: Tensor, *rest: Any) -> list[tuple[int, Tensor]]:
+    return [(x.numel(), index)]
+
+
+_FROM_THE_END = (
+    "index", "index_put", "_index_put_impl", "_unsafe_index", "_unsafe_index_put", "take", "put",
+)  # fmt: skip
 _INDEXED: dict[str, Callable[..., list[tuple[int, Tensor]]]] = {
-    "embedding": _table,
-    **dict.fromkeys(("index", "index_put", "_index_put_impl", "_unsafe_index"), _among),
+    **dict.fromkeys(("embedding", "embedding_bag", "_embedding_bag"), _table),
+    **dict.fromkeys(("take", "put"), _flat),
+    **dict.fromkeys(_FROM_THE_END[:5], _among),
     **dict.fromkeys(
         ("index_select", "gather", "scatter", "scatter_add", "scatter_reduce", "index_add",
-         "index_copy", "index_fill"), _along
+         "index_copy", "index_fill", "index_reduce"), _along
     ),
 }  # fmt: skip
 
 
-def outside(operator: str, size: int, index: Tensor) -> None:
+def outside(operator: str, size: int, index: Tensor, least: int) -> None:
     """Ends the run where an index lies outside a dim of that size."""
-    if index.numel() and not bool(((index < size) & (index >= -size)).all()):
+    if index.numel() and not bool(((index < size) & (index >= least)).all()):
         raise OutOfRange(f"aten::{operator} of {size}")

@@ -44,9 +44,10 @@ def capture(
         CaptureError: a segment cannot be recorded; its ``node`` is the one that failed.
     """
     with torch.inference_mode(False), torch.no_grad(), no_collection():
-        before, taken = space.pool.reserved(), space.slots.taken
+        taken = space.slots.taken
         with no_room():
             space.bind()
+        before = space.pool.reserved()
         recordings = {}
         recorded_kernels = 0
         for segment in space.plan.graph_segments:
@@ -64,13 +65,13 @@ def capture(
         program = Program(
             plan=space.plan,
             key=space.key,
-            geometries=space.geometries,
-            statics=statics_of(space.plan, space.given),
+            statics=statics_of(space.plan, list(space.args.values())),
             bind=at,
             recorded_kernels=recorded_kernels,
             grown=grown,
             # A recording knows addresses and holds nothing: what it was bound to lives with it.
-            owners=[space.bound, *space.owners, *recordings.values()],
+            owners=[space, *recordings.values()],
+            pool=space.pool,
         )
         with no_room():
             program.at(space.key)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torch_bcg.graph.ir import Cut, EagerSegment, Segment, Value
-from torch_bcg.graph.sizes import geometries
 from torch_bcg.runtime.fillings import LARGE, VOUCHED, fitting
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.recorders import Recording
@@ -50,7 +49,7 @@ class Fronts:
         self.space, self.checks, self.key = scene.space, scene.checks, key
         self.plan, self.values = self.space.plan, self.space.values
         self.padded = key != self.space.key
-        self.live = geometries(self.plan)(*key) if self.padded else self.space.geometries
+        self.live = self.space.at(*key) if self.padded else self.space.geometries
         self.numbers = self.space.numbers_at(key)
         self.fronts: dict[str, Tensor] = {}
         self.current: set[str] = set()
@@ -151,8 +150,14 @@ class Fronts:
                 ]
             else:
                 zeros += tails
-        if zeros:
-            self.steps.append(functools.partial(torch._foreach_zero_, zeros))
+        for dtype in dict.fromkeys(
+            t.dtype for t in zeros
+        ):  # one launch each, and only of like ones
+            alike = [t for t in zeros if t.dtype == dtype]
+            if len(alike) == 1 or dtype.itemsize == 1:
+                self.steps += [t.zero_ for t in alike]
+            else:
+                self.steps.append(functools.partial(torch._foreach_zero_, alike))
 
     def poison(self) -> float:
         """What padded rows hold under ``check="poison"``.

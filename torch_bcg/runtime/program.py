@@ -8,17 +8,17 @@ bound once for each size that a call may have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch_bcg.counters import counters
 from torch_bcg.graph.ir import Plan
-from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime.binding import Bound
+from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.statics import Statics
 
-# Bindings kept of one program: views and closures, no memory for data.
+# Sizes of calls that the steps of one program are kept for.
 MOST_BOUND = 256
 
 
@@ -29,12 +29,12 @@ class Program:
     Attributes:
         plan: what it was built from.
         key: values of the plan's symbols that it was recorded at.
-        geometries: of the plan's values at that key.
         statics: the static tensors whose addresses it holds.
         bind: makes the steps for a call's own key.
         recorded_kernels: kernels of one call that recordings launch.
         grown: bytes that the pool grew by when it was recorded.
         owners: recordings and memory, kept alive.
+        pool: in which it was recorded.
         bytes: what it added: of slots, and of the pool.
         bound: the steps by the key of the call.
         replays: calls so far.
@@ -43,12 +43,12 @@ class Program:
 
     plan: Plan
     key: tuple[int, ...]
-    geometries: Mapping[str, Geometry]
     statics: Statics
     bind: Callable[[tuple[int, ...]], Bound]
     recorded_kernels: int
     grown: int
     owners: list[object]
+    pool: Pool
     bytes: int = 0
     bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
     replays: int = 0
@@ -59,7 +59,7 @@ class Program:
         bound = self.bound.get(key)
         if bound is None:
             if len(self.bound) >= MOST_BOUND:
-                self.bound.clear()
+                del self.bound[next(iter(self.bound))]  # the one bound first
             bound = self.bound[key] = self.bind(key)
         return bound
 
@@ -78,6 +78,8 @@ class Program:
             cells[:] = bound.template
 
     def __del__(self) -> None:
+        if not self.dead:
+            self.pool.settle()
         self.free()
 
     def free(self) -> None:

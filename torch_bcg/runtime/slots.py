@@ -7,6 +7,7 @@ strides of its own size.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -47,13 +48,21 @@ class Slots:
         needed = memory.reach(*geometry[:2]) * dtype.itemsize
         flat = self.flat.get(name)
         if flat is None or flat.numel() < needed:
-            room = max(needed, memory.reach(*most[:2]) * dtype.itemsize)
-            flat = memory.allocate(TensorSpec("uint8", spec.device, (), ()), ((room,), (1,), 0))
+            flat = self.taken_for(spec.device, needed, memory.reach(*most[:2]) * dtype.itemsize)
+            room = flat.numel()
             self.flat[name] = flat
             self.taken += room
             counters.pool_bytes += room
             weakref.finalize(flat, _returned, room)
         return memory.over(flat.untyped_storage(), dtype, 0, geometry), flat
+
+    def taken_for(self, device: str, needed: int, most: int) -> Tensor:
+        """Flat bytes for the largest size expected, or for this one where that is too much."""
+        flat = TensorSpec("uint8", device, (), ())
+        if most > needed:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return memory.allocate(flat, ((most,), (1,), 0))
+        return memory.allocate(flat, ((needed,), (1,), 0))
 
 
 def _returned(room: int) -> None:

@@ -1,9 +1,10 @@
 """One trial of a padded size: does what a call's own rows become depend on rows it does not have?
 
 A real run of the call keeps what crosses between recorded and eager segments. Then everything but
-the live eager segments runs again, padded, on clones of all it writes, with two fillings of the
+the live eager segments runs again, padded, on clones of all it writes, once for each filling of the
 rows that the call does not have; whatever the kept run knows has to come out the same. No marked
-operation runs twice and nothing of the caller's is written.
+operation runs twice and nothing of the caller's is written; the Python of operators that nobody
+marked runs again, as it does where they are recorded.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from torch_bcg.runtime.bounds import InRange, OutOfRange
 from torch_bcg.runtime.compare import difference, unreserved
 from torch_bcg.runtime.fillings import FILLINGS, VOUCHED, Filling, fill
 
+FULL = Reason("out of memory", "", detail="a trial copies what crosses cuts")
 OUTSIDE = "padded rows index outside"  # this size is not for the graph, others may be
 
 
 @dataclass(slots=True)
 class Kept:
-    """What one live node took and made: clones, by place among its operands.
+    """What one live node took and made: clones, by the node they come from.
 
     Attributes:
         taken: tensors with rows, as they were before it.
@@ -61,6 +63,7 @@ class Trial:
         again: bool = False,
     ) -> None:
         self.gm, self.plan, self.facts, self.lowering = gm, plan, facts, lowering
+        self.placeholders = gm.graph.find_nodes(op="placeholder")
         symbols = [s for s, _, _ in plan.symbols]
         self.numbers = dict(zip(symbols, padded, strict=True))
         live = [s for s in plan.segments if isinstance(s, EagerSegment) and s.live]
@@ -94,8 +97,7 @@ class Trial:
 
     def run(self, args: Sequence[Any]) -> tuple[Any, Reason | None]:
         """The result of the call, and why its size cannot be padded, or None."""
-        placeholders = self.gm.graph.find_nodes(op="placeholder")
-        for i, p in enumerate(placeholders):
+        for i, p in enumerate(self.placeholders):
             tensors = self.facts.nodes[p.name].tensors
             if any(t.storage in self.written_again for t in tensors):
                 self.before[i] = self.copy(args[i])
@@ -103,7 +105,7 @@ class Trial:
             result = _Real(self).run(*args)
         if self.full:
             self.kept.clear()
-            return result, Reason("out of memory", "", detail="a trial copies what crosses cuts")
+            return result, FULL
         for filling in self.fillings:
             reason = self.padded_run(args, result, filling)
             # Other numbers than a replay has may lead out of a table without telling anything.
@@ -121,41 +123,33 @@ class Trial:
 
     def padded_run(self, args: Sequence[Any], result: Any, filling: Filling) -> Reason | None:
         """One run at the padded size; what it shows against padding."""
-        names = self.plan.arguments
-        given = [
-            self.argument(i, n, x, filling)
-            for i, (n, x) in enumerate(zip(names, args, strict=True))
-        ]
-        run = _Padded(self, filling)
-        devices = [torch.device(self.plan.device)] if "cuda" in self.plan.device else []
         try:
-            with modes.preserved(), torch.random.fork_rng(devices), InRange():
-                outputs = run.run(*given)
+            self.run_padded(args, result, filling)
         except _Differs as found:
             return found.reason
         except OutOfRange as found:
             return Reason(OUTSIDE, "", detail=str(found))
+        except torch.OutOfMemoryError:
+            return FULL
         except Exception as error:  # anybody's operator, at a size it was never called with
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             return Reason("fails at a padded size", "", detail=text)
-        (node,) = self.gm.graph.find_nodes(op="output")
-        leaves = zip(
-            pytree.tree_leaves(node.args[0]),
-            pytree.tree_leaves(outputs),
-            pytree.tree_leaves(result),
-            strict=True,
-        )
-        try:
-            for leaf, ours, real in leaves:
-                if isinstance(leaf, fx.Node) and isinstance(real, Tensor):
-                    self.compare(leaf, 0, ours, real)
-            for i in self.before:
-                self.compare(
-                    placeholders_of(self.gm)[i], 0, given[i], args[i], memory_of_caller=True
-                )
-        except _Differs as found:
-            return found.reason
         return None
+
+    def run_padded(self, args: Sequence[Any], result: Any, filling: Filling) -> None:
+        """Runs and compares; raises where anything differs."""
+        places = enumerate(zip(self.plan.arguments, args, strict=True))
+        given = [self.argument(i, n, x, filling) for i, (n, x) in places]
+        devices = [torch.device(self.plan.device)] if "cuda" in self.plan.device else []
+        with modes.preserved(), torch.random.fork_rng(devices), InRange():
+            outputs = _Padded(self, filling).run(*given)
+        (node,) = self.gm.graph.find_nodes(op="output")
+        trees = map(pytree.tree_leaves, (node.args[0], outputs, result))
+        for leaf, ours, real in zip(*trees, strict=True):
+            if isinstance(leaf, fx.Node) and isinstance(real, Tensor):
+                self.compare(leaf, 0, ours, real)
+        for i in self.before:
+            self.compare(self.placeholders[i], 0, given[i], args[i], memory_of_caller=True)
 
     def argument(self, i: int, name: str, x: Any, filling: Filling) -> Any:
         """An argument of the padded run."""
@@ -308,8 +302,3 @@ def unwritten(gm: fx.GraphModule, facts: Facts) -> Mapping[str, frozenset[int]]:
             empty |= {t.storage for t in f.tensors}
         empty -= f.writes
     return found
-
-
-def placeholders_of(gm: fx.GraphModule) -> list[fx.Node]:
-    """The arguments of a graph."""
-    return list(gm.graph.find_nodes(op="placeholder"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from torch_bcg.graph.ir import Plan, TensorSpec, Value
+from torch_bcg.graph.ir import Plan, Segment, TensorSpec, Value
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sizes import Geometry, compiled
 from torch_bcg.runtime import memory
@@ -23,34 +23,39 @@ class Workspace:
     Attributes:
         plan, lowering: what is built, and what makes the code of its segments.
         key: values of the plan's symbols, at which recorded segments run.
-        geometries, most: of the plan's tensors at that key, and at the largest key expected.
+        at: geometries of the plan's tensors by key.
+        geometries, most: those at that key, and at the largest key expected.
         pool, slots: where memory comes from.
-        given: arguments of a call; static tensors are bound, others only looked at.
+        args: arguments of a call by name; static tensors are bound, others only looked at.
         bound: values by name.
         held: storage -> tensors that keep the memory of a recorded segment for later ones.
-        owners: everything the program keeps alive.
+        flats: slots of the graph by name, which the program keeps alive.
+        codes: code of eager segments by index.
     """
 
     def __init__(
         self,
         plan: Plan,
         lowering: Lowering,
-        geometries: Mapping[str, Geometry],
-        most: Mapping[str, Geometry],
+        at: Callable[..., Mapping[str, Geometry]],
         key: tuple[int, ...],
+        most: tuple[int, ...],
         args: Sequence[Any],
         pool: Pool,
         slots: Slots,
     ) -> None:
         self.plan, self.lowering = plan, lowering
-        self.geometries, self.most, self.key = geometries, most, key
+        self.at, self.key = at, key
+        self.geometries = at(*key)
+        self.most = self.geometries if most == key else at(*most)
         self.pool, self.slots = pool, slots
-        self.given = args
         self.args = dict(zip(plan.arguments, args, strict=True))
         self.values = {v.name: v for v in plan.values}
         self.bound: dict[str, Any] = {}
         self.held: dict[int, list[Tensor]] = {}
-        self.owners: list[object] = [pool.arena]
+        self.arena = pool.arena
+        self.flats: dict[str, Tensor] = {}
+        self.codes: dict[int, fx.GraphModule] = {}
         self.symbols = [s for s, _, _ in plan.symbols]
 
     def bind(self) -> None:
@@ -60,7 +65,7 @@ class Workspace:
 
     def forget_call(self) -> None:
         """Lets go of the arguments of the call that it was made with."""
-        self.given, self.args = (), {}
+        self.args = {}
 
     def bind_arguments(self) -> None:
         """Numbers of the key, and static tensors at their own addresses."""
@@ -97,9 +102,16 @@ class Workspace:
 
     def slot(self, slot: str, spec: TensorSpec, like: str) -> Tensor:
         """Memory of the graph's slots, with the geometry of ``like``."""
-        tensor, flat = self.slots.take(slot, spec, self.geometries[like], self.most[like])
-        self.owners.append(flat)
+        tensor, self.flats[slot] = self.slots.take(
+            slot, spec, self.geometries[like], self.most[like]
+        )
         return tensor
+
+    def code(self, segment: Segment) -> fx.GraphModule:
+        """The code of a segment that runs at every call."""
+        if segment.index not in self.codes:
+            self.codes[segment.index] = self.lowering.segment(segment)
+        return self.codes[segment.index]
 
     def recorded(self, v: Value) -> Tensor:
         """Memory for a result of a recorded segment, where the recorder takes none itself."""
