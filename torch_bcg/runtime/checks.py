@@ -18,7 +18,7 @@ from torch_bcg.graph import modes
 from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.sorting import where
 from torch_bcg.runtime import memory
-from torch_bcg.runtime.compare import difference, is_sampled, unreserved
+from torch_bcg.runtime.compare import SAME, difference, is_sampled, unreserved
 from torch_bcg.runtime.fillings import Filling, fill
 from torch_bcg.runtime.steps import Step
 from torch_bcg.runtime.workspace import Workspace
@@ -102,7 +102,7 @@ def verified(again: Again, replay: Step) -> Step:
         replay()
         results = again.run(copies)
         for name, ours, real in again.pairs(copies, results):
-            apart = difference(ours, real)
+            apart = difference(ours, real, SAME)
             if apart:
                 fix = (
                     f"Run it unrecorded with execute='segments:{again.segment.index}'; if that is "
@@ -158,7 +158,7 @@ def without_padding(
             if not dims:
                 reserved = again.reserved.get(name, ())
                 ours, real = (unreserved(x, reserved) for x in (ours, real))
-            apart = difference(ours, real)
+            apart = difference(ours, real, SAME)
             if apart:
                 fix = (
                     "A row of the call follows from rows it does not have. Leave buckets out, or "

@@ -54,7 +54,7 @@ def fill(
             if declared or whole.is_complex():
                 tail.fill_(filling.number)
             elif whole.is_floating_point():
-                tail.fill_(fitting(filling.number, whole.dtype))
+                tail.copy_(uneven(tail, filling.number))
             elif whole.dtype == torch.bool:
                 tail.fill_(filling.truth)
             elif filling.real_rows and have:
@@ -65,10 +65,15 @@ def fill(
     return front
 
 
-def fitting(number: float, dtype: torch.dtype) -> float:
-    """``number``, or what is large among the numbers of a small type."""
-    most = torch.finfo(dtype).max / 2
-    return number if number != number else max(-most, min(number, most))
+def uneven(like: Tensor, number: float) -> Tensor:
+    """Numbers around ``number``, no two alike in a row: what is normalised shows them as well.
+
+    A row of one number all along would be the same as one of zeros behind a layer norm.
+    """
+    most = torch.finfo(like.dtype).max / 4
+    number = number if number != number else max(-most, min(number, most))
+    places = torch.arange(like.numel(), device=like.device, dtype=torch.float32)
+    return (number * (1 + places.sin() / 2)).to(like.dtype).view(like.shape)
 
 
 def _repeated(real: Tensor, size: Sequence[int], dims: Sequence[int], d: int, have: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bcg.graph.ir import Cut, EagerSegment, Segment, Value
-from torch_bcg.runtime.fillings import LARGE, VOUCHED, fitting
+from torch_bcg.runtime.fillings import LARGE, VOUCHED, uneven
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.recorders import Recording
 from torch_bcg.runtime.steps import Step
@@ -145,9 +145,7 @@ class Fronts:
             elif (
                 "poison" in self.checks and v.spec and v.spec.dtype.startswith(("float", "bfloat"))
             ):
-                self.steps += [
-                    functools.partial(t.fill_, fitting(self.poison(), t.dtype)) for t in tails
-                ]
+                self.steps += [functools.partial(t.copy_, uneven(t, self.poison())) for t in tails]
             else:
                 zeros += tails
         for dtype in dict.fromkeys(
