@@ -414,6 +414,43 @@ def test_causal_attention_is_padded_on_the_word_of_its_author(device):
     )
 
 
+class Encoder(nn.Module):
+    """Every row sees all others, a little, behind a norm."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(8, device=device), nn.Linear(8, 24, device=device)
+
+    def forward(self, x):
+        x = plus_one(x)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + 1e-3 * F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+
+
+def test_a_norm_does_not_hide_from_a_trial_what_is_read(device):
+    """Rows of one number are zero behind it, whichever number it is."""
+    compiled = check(
+        Encoder(device),
+        lambda i: (rows(device, i % 3, 8),),
+        calls=12,
+        replays=range(4, 9),
+        options={"buckets": LADDER, "rows": "independent"},
+    )
+    assert verdicts(compiled) == ["padded rows change others"]
+
+
+def test_top_k_is_padded_on_nobodys_word(device):
+    """Among equal numbers it chooses by how many there are."""
+    compiled = check(
+        lambda x: plus_one(x)[:2] * 2 + x.relu().topk(2, 0)[0],
+        lambda i: (rows(device, i % 3, 4),),
+        calls=9,
+        replays=range(3, 6),
+        options={"buckets": LADDER, "rows": "independent"},
+    )
+    assert verdicts(compiled) == ["top-k over tokens"]
+
+
 def test_a_word_that_is_not_true_is_found_out(device):
     compiled = check(
         lambda x: plus_one(x - x.mean(0)) * 2,

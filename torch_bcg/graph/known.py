@@ -16,6 +16,7 @@ Kind = Literal["input", "constant", "number", "view", "mode", "alloc", "kernel",
 # Kinds of `Mixing` that others ask for.
 WRITTEN = "padded rows are written"
 LOOKED_UP = "padded rows as an index"
+TOP_K = "top-k over tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from torch_bcg.graph.ir import (
     TensorSpec,
     Value,
 )
-from torch_bcg.graph.known import WRITTEN, Facts, Mixing, TensorFact
+from torch_bcg.graph.known import TOP_K, WRITTEN, Facts, Mixing, TensorFact
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sorting import where
 
@@ -149,7 +149,8 @@ class _Padder:
     def is_refused(self, m: Mixing) -> bool:
         if m.kind == WRITTEN and self.is_outer(m.storage):
             return m.index not in self.declared
-        return m.decided and not self.request.independent
+        # Nobody's word makes equal numbers be chosen alike among more of them.
+        return m.decided and (not self.request.independent or m.kind == TOP_K)
 
     def is_outer(self, storage: int) -> bool:
         """Whether memory is the caller's, or of a parameter or buffer."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from torch_bcg.graph.known import TOP_K
 from torch_bcg.graph.rows import compute, indexing, slices, views
 from torch_bcg.graph.rows.compute import Rule
 
@@ -65,7 +66,7 @@ _COMPUTE: dict[str, Rule] = {
     "_softmax _log_softmax _safe_softmax": partial(compute.normalise, kind="softmax over tokens"),
     "glu": partial(compute.normalise, kind="reduction over tokens"),
     "sort argsort": partial(compute.order, kind="sort over tokens"),
-    "topk kthvalue": partial(compute.order, kind="top-k over tokens"),
+    "topk kthvalue": partial(compute.order, kind=TOP_K),
     "bucketize searchsorted": compute.search,
     "cumsum cumprod cummax cummin logcumsumexp _logcumsumexp": compute.scan,
     "flip roll": compute.reorder,
