@@ -41,6 +41,9 @@ class Counts:
     kernels: int = 0
     recorded_kernels: int = 0
     copied_bytes: int = 0
+    rows: int = 0
+    replayed_rows: int = 0
+    pad_rows: int = 0
     eager_calls: dict = field(default_factory=dict)
 
     @property

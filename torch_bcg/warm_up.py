@@ -23,8 +23,9 @@ from torch_bcg.programs import graphs_of, is_compiled, wrapper_of
 __all__ = ["Warmed", "warm_up"]
 
 log = logging.getLogger("torch_bcg")
-# The first call of a graph is its probe; another shape runs twice before it is recorded.
-_CALLS = 4
+# The first call of a graph is its probe; another shape runs twice before it is recorded, and a
+# padded size that a trial finds too large for a table leaves the next one to be tried.
+_CALLS = 8
 # A graph that Dynamo makes on the way may answer earlier sizes: more rounds than this are a model
 # that is compiled again at every call.
 _ROUNDS = 16

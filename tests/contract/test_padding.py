@@ -177,15 +177,21 @@ def test_prefix_scans_and_shifts_towards_the_tail(device, options):
 
 def test_a_size_that_fits_is_not_padded(device):
     with counted() as counts:
-        before = torch_bcg.stats().pad_rows
         check(
             Attention(device),
             lambda i: (rows(device, 3, 8),),
-            replays=range(2, 4),
+            replays=3,
             options={"buckets": LADDER},
         )
-        assert torch_bcg.stats().pad_rows == before
-    assert counts.captures == 1
+    assert (counts.captures, counts.pad_rows) == (1, 0)
+    assert counts.rows == counts.replayed_rows == 3 * SIZES[3]
+
+
+def test_rows_are_counted(device):
+    """Those of the calls that were replayed, and what was filled up."""
+    with counted() as counts:
+        padded(Attention(device), lambda i: (rows(device, 0, 8),), {"buckets": [8]}, calls=4)
+    assert (counts.rows, counts.replayed_rows, counts.pad_rows) == (15, 15, 9)
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_reasons(fn, args, reason):
     plan = planned(fn, *args, options={"buckets": [8]}).plan
     assert shown(str(plan.padding.refused)).startswith(reason)
     assert plan.padding.tried == ()
-    assert not any(s.cuts for s in plan.segments)
+    assert not any(s.fronts for s in plan.segments)
     assert not any(v.row_dims for v in plan.values)
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch_bcg.graph import packing, render
 from torch_bcg.graph.flow import Flow
 from torch_bcg.graph.values import (
-    Cut,
     EagerSegment,
+    Front,
     GraphSegment,
     Home,
     NumberSlot,
@@ -28,8 +28,8 @@ from torch_bcg.graph.values import (
 )
 
 __all__ = [
-    "Cut",
     "EagerSegment",
+    "Front",
     "GraphSegment",
     "Home",
     "NumberSlot",
@@ -167,7 +167,7 @@ _TYPES: Mapping[str, type] = {
         Reason,
         TensorSpec,
         Value,
-        Cut,
+        Front,
         Padding,
         GraphSegment,
         EagerSegment,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from torch_bcg.graph.buckets import RowDim
 from torch_bcg.graph.ir import (
-    Cut,
     EagerSegment,
+    Front,
     GraphSegment,
     Output,
     Padding,
@@ -50,7 +50,7 @@ class Request:
 
 
 def with_padding(plan: Plan, facts: Facts, lowering: Lowering, request: Request) -> Plan:
-    """``plan`` with `Plan.padding`, and with `EagerSegment.cuts` where it is padded."""
+    """``plan`` with `Plan.padding`, and with `Segment.fronts` where it is padded."""
     if plan.unrecorded is not None:
         return plan
     if isinstance(request.rows, str):
@@ -69,7 +69,7 @@ def with_padding(plan: Plan, facts: Facts, lowering: Lowering, request: Request)
         () if found else padder.reserved(),
     )
     plan = dataclasses.replace(plan, padding=padding)
-    return plan if found else padder.cut(plan)
+    return plan if found else padder.with_fronts(plan)
 
 
 class _Padder:
@@ -214,27 +214,27 @@ class _Padder:
 
     def copied_apart(self, segment: EagerSegment) -> Reason | None:
         """Values of one storage, of which one is written, that would be copied each by itself."""
-        cuts = self.cuts(segment)
-        for c in cuts:
-            others = [o for o in cuts if o.storage == c.storage and o.name != c.name]
+        fronts = self.fronts(segment)
+        for c in fronts:
+            others = [o for o in fronts if o.storage == c.storage and o.name != c.name]
             if others and c.written and any(o.copied for o in (c, *others)):
                 return self.reason("rows cannot be cut", c.name, "written, and others share memory")
         return None
 
     # what is seen
 
-    def cuts(self, segment: Segment) -> tuple[Cut, ...]:
+    def fronts(self, segment: Segment) -> tuple[Front, ...]:
         """What a segment takes and makes that holds rows, as far as it can be cut."""
         if segment.index in self.all_rows:
             return ()
         made = segment.outputs if isinstance(segment, GraphSegment) else ()
         names = [n for n in (*segment.inputs, *made) if self.holds_rows(n)]
         cut = [n for n in names if self.uncut_reason(n) is None]
-        return tuple(self.cut_of(n, set(segment.writes)) for n in cut)
+        return tuple(self.front_of(n, set(segment.writes)) for n in cut)
 
-    def cut_of(self, name: str, written: set[int]) -> Cut:
+    def front_of(self, name: str, written: set[int]) -> Front:
         (t,) = self.tensors(name)
-        return Cut(
+        return Front(
             name, t.spec, t.storage, self.row_dims(t), self.is_copied(t.spec), t.storage in written
         )
 
@@ -247,9 +247,9 @@ class _Padder:
         assert isinstance(self.request.rows, RowDim)
         return self.request.rows.symbol in names_in(expression)
 
-    def cut(self, plan: Plan) -> Plan:
+    def with_fronts(self, plan: Plan) -> Plan:
         def segment(s: Segment) -> Segment:
-            s = dataclasses.replace(s, cuts=self.cuts(s))
+            s = dataclasses.replace(s, fronts=self.fronts(s))
             if isinstance(s, EagerSegment):
                 s = dataclasses.replace(s, live=s.index not in self.all_rows)
             return s
@@ -273,7 +273,11 @@ class _Padder:
             return dataclasses.replace(v, row_dims=self.row_dims(self.tensors(v.name)[0]))
 
         def output(o: Output) -> Output:
-            return dataclasses.replace(o, cut=self.cut_of(o.name, set())) if o.how == "clone" else o
+            return (
+                dataclasses.replace(o, front=self.front_of(o.name, set()))
+                if o.how == "clone"
+                else o
+            )
 
         return dataclasses.replace(
             plan,

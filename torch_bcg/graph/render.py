@@ -120,7 +120,7 @@ def _seen(segment: EagerSegment) -> list[str]:
     """What an eager segment of a padded program is given of padded values."""
     if not segment.live:
         return ["all rows, padded ones too"]
-    copied = [c for c in segment.cuts if c.copied]
+    copied = [c for c in segment.fronts if c.copied]
     return [f"the rows of the call of {c.name}, copied{' and back' * c.written}" for c in copied]
 
 

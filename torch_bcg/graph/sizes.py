@@ -31,8 +31,8 @@ def compiled(
 
 def geometries(plan: Plan) -> Callable[..., Mapping[str, Geometry]]:
     """A function of the key that gives the geometry of every tensor that ``plan`` names."""
-    cuts = [c for s in plan.segments for c in s.cuts]
-    cuts += [o.cut for o in plan.outputs if o.cut is not None]
+    cuts = [c for s in plan.segments for c in s.fronts]
+    cuts += [o.front for o in plan.outputs if o.front is not None]
     specs = {c.name: c.spec for c in cuts}
     specs |= {v.name: v.spec for v in plan.values if v.spec is not None}
     function = compiled(map(_tuple, specs.values()), [s for s, _, _ in plan.symbols])

@@ -106,14 +106,14 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Front:
     """What there is of a padded value without its padding: the rows of the call.
 
     Attributes:
         name: the value.
         spec: its geometry; at the sizes of the call it is that of an unpadded value.
         storage: of the value.
-        row_dims: dims that are cut.
+        row_dims: dims of which it is the first rows.
         copied: a view of the padded value would not have the strides of an unpadded one.
         written: the segment that takes it writes it.
     """
@@ -142,7 +142,7 @@ class Segment:
         module: longest module path shared by its nodes.
         reads: values with a home that ``inputs`` and ``carried`` are, or are views of.
         writes: storages that it writes.
-        cuts: in a padded program, the values it takes or makes that hold rows.
+        fronts: in a padded program, the values it takes or makes that hold rows.
         random: it draws random numbers.
         unwritten: of what it makes, memory that it does not write.
     """
@@ -158,7 +158,7 @@ class Segment:
     module: str = ""
     reads: tuple[str, ...] = ()
     writes: tuple[int, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    fronts: tuple[Front, ...] = ()
     random: bool = False
     unwritten: tuple[str, ...] = ()
 
@@ -247,14 +247,14 @@ class Output:
         name: the node, or the text of the literal.
         base: for ``view``: the user input or static tensor it lies in.
         delta: for ``view`` by geometry: offset from the base's first element; "" if made by nodes.
-        cut: for ``clone`` in a padded program: the rows of the call.
+        front: for ``clone`` in a padded program: the rows of the call.
     """
 
     how: Literal["literal", "size", "clone", "view", "carried"]
     name: str
     base: str = ""
     delta: str = ""
-    cut: Cut | None = None
+    front: Front | None = None
 
 
 def counted(number: int, thing: str) -> str:

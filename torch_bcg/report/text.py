@@ -138,7 +138,7 @@ def padding(plan: Plan) -> list[str]:
     first, *more = padding_lines(p)[:-1]
     lines = ["padding", f"  {first.removeprefix('padding: ')}", *(f"  {line}" for line in more)]
     for s in plan.segments:
-        copied = [c for c in s.cuts if c.copied] if isinstance(s, EagerSegment) else []
+        copied = [c for c in s.fronts if c.copied] if isinstance(s, EagerSegment) else []
         for c in copied:
             back = ", and back" if c.written else ""
             amount = bytes_of([Value(c.name, "slot", c.spec)])

@@ -175,7 +175,7 @@ class _Binder(Fronts):
 
     def run_eagerly(self, segment: EagerSegment) -> None:
         code = self.space.code(segment)
-        cuts = {c.name: c for c in segment.cuts}
+        cuts = {c.name: c for c in segment.fronts}
         bound = [self.operand(n, segment, cuts) for n in segment.inputs]
         self.copy_fronts(segment, back=False)
         loads = [self.cell_of(n) for n in segment.carried]
@@ -262,9 +262,9 @@ class _Binder(Fronts):
 
     def front_out(self, o: Output) -> tuple[Tensor, Geometry]:
         """The rows of the call of an output, and the geometry that eager's output has."""
-        assert o.cut is not None
+        assert o.front is not None
         whole = self.space.resolve(o.name)
-        return self.narrowed(whole, o.name, o.cut.row_dims), self.live[o.name]
+        return self.narrowed(whole, o.name, o.front.row_dims), self.live[o.name]
 
     def remake_outputs(self, remade: Sequence[tuple[str, int]]) -> None:
         forward, loads = self.remake("outputs", [n for n, _ in remade])

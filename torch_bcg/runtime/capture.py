@@ -100,8 +100,7 @@ def no_room() -> Iterator[None]:
 def record(space: Workspace, segment: GraphSegment, unrecorded: bool) -> Recording:
     """Records one segment and binds what it makes."""
     code = space.lowering.segment(segment)
-    numbers = dict.fromkeys(s for _, _, s in segment.number_slots)
-    operands = [space.resolve(n) for n in segment.inputs] + [space.bound[s] for s in numbers]
+    operands = list(space.operands(segment).values())
     made = [lambda v=space.values[n]: space.recorded(v) for n in segment.outputs]
     recorder = recorder_for(space.pool, unrecorded)
     try:

@@ -30,10 +30,8 @@ class Again:
     def __init__(self, space: Workspace, segment: GraphSegment) -> None:
         self.space, self.segment = space, segment
         self.code = space.lowering.segment(segment)
-        numbers = dict.fromkeys(s for _, _, s in segment.number_slots)
-        self.names = [*segment.inputs, *numbers]
-        self.operands = [space.resolve(n) for n in segment.inputs]
-        self.operands += [space.bound[s] for s in numbers]
+        operands = space.operands(segment)
+        self.names, self.operands = list(operands), list(operands.values())
         self.outputs = [space.resolve(n) for n in segment.outputs]
         self.skipped = set(segment.unwritten)  # whatever lay there before
         bases = (
@@ -132,7 +130,7 @@ def without_padding(
         clean: argument -> the number its padded rows hold, where that is not zero.
         rowless: whether a value has no rows, so that it is compared whole.
     """
-    cuts = {c.name: c for c in again.segment.cuts}
+    cuts = {c.name: c for c in again.segment.fronts}
     rows = {i: again.operands[i] for i, n in enumerate(again.names) if n in cuts}
     # What has rows and cannot be cut is compared where somebody cuts a view of it.
     compared = {n: c.row_dims for n, c in cuts.items()}

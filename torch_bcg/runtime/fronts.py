@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bcg.graph.ir import Cut, EagerSegment, Segment, Value
+from torch_bcg.graph.ir import EagerSegment, Front, Segment, Value
 from torch_bcg.runtime.fillings import LARGE, VOUCHED, uneven
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.recorders import Recording
@@ -90,7 +90,7 @@ class Fronts:
             whole = whole.narrow(d, 0, self.live[name][0][d])
         return whole
 
-    def operand(self, name: str, segment: EagerSegment, cuts: Mapping[str, Cut]) -> Any:
+    def operand(self, name: str, segment: EagerSegment, cuts: Mapping[str, Front]) -> Any:
         """What an eager segment is given of a fixed value."""
         if segment.live and name in self.numbers:
             return self.numbers[name]
@@ -110,7 +110,7 @@ class Fronts:
 
     def copy_fronts(self, segment: EagerSegment, back: bool) -> None:
         """Copies of fronts to what an eager segment is given, or back what it wrote there."""
-        for cut in segment.cuts if self.padded else ():
+        for cut in segment.fronts if self.padded else ():
             if (
                 not cut.copied
                 or (back and not cut.written)
@@ -129,7 +129,7 @@ class Fronts:
         made = {self.values[n].storage for n in segment.outputs} | set(segment.writes)
         for s in self.plan.segments if self.padded else ():
             if isinstance(s, EagerSegment):
-                self.current -= {c.name for c in s.cuts if c.storage in made}
+                self.current -= {c.name for c in s.fronts if c.storage in made}
 
     def fill_tails(self) -> None:
         """Rows of slots, bridges and scratch memory that the call does not have."""

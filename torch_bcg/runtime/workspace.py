@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torch_bcg.graph.ir import Plan, Segment, TensorSpec, Value
+from torch_bcg.graph.ir import GraphSegment, Plan, Segment, TensorSpec, Value
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sizes import Geometry, compiled
 from torch_bcg.runtime import memory
@@ -117,6 +117,12 @@ class Workspace:
         """Memory for a result of a recorded segment, where the recorder takes none itself."""
         assert v.spec is not None
         return self.pool.arena.take(v.spec, self.geometries[v.name])
+
+    def operands(self, segment: GraphSegment) -> dict[str, Any]:
+        """What a recorded segment is bound to: fixed values, then number slots."""
+        slots = dict.fromkeys(s for _, _, s in segment.number_slots)
+        taken = {n: self.resolve(n) for n in segment.inputs}
+        return taken | {s: self.bound[s] for s in slots}
 
     def keep(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Binds results of a recorded segment; they own their memory until `release`."""
