@@ -60,7 +60,8 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "date": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # Where files lie on this machine is nobody's business.
+        "command": shlex.join(Path(a).name if "/" in a else a for a in sys.argv),
         "commit": _commit(),
     }
 

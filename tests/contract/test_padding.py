@@ -145,6 +145,48 @@ def test_two_dims_of_rows(device, options):
     padded(fn, lambda i: (rows(device, i, 4),), options, exact=False)
 
 
+def test_an_expanded_value_is_copied_once(device, options):
+    """A mask for every head of a batch is one mask in memory."""
+
+    @torch_bcg.eager_on_graph(fake=lambda m, x: torch.empty_like(x), name="padding::each")
+    def each(m: Tensor, x: Tensor) -> Tensor:
+        """m x, head by head"""
+        assert m.stride()[:2] == (0, 0)
+        return m.to(x.dtype) @ x
+
+    def fn(x):
+        n = torch.arange(x.shape[-2], device=x.device)
+        mask = (n[:, None] >= n[None, :])[None, None].expand(2, 3, -1, -1)
+        return each(mask, each(mask, x * 2) + 1) * 2
+
+    def make(i):
+        x = torch.randn(2, 3, SIZES[i % len(SIZES)], 4, device=device)
+        torch._dynamo.mark_dynamic(x, 2)
+        return (x,)
+
+    padded(fn, make, options)
+
+
+def test_expanded_arguments(device, options):
+    """One batch in memory that is seen twice, also by a trial."""
+
+    def fn(x, i):
+        return plus_one(x * 2) + x, x[:, i] * 2
+
+    def make(i):
+        x = torch.randn(1, SIZES[i % len(SIZES)], 4, device=device).expand(2, -1, -1)
+        index = torch.arange(x.shape[1], device=device)
+        torch._dynamo.mark_dynamic(x, 1)
+        torch._dynamo.mark_dynamic(index, 0)
+        return x, index
+
+    def tied(x, i):
+        a, b = fn(x, i)
+        return a + b
+
+    padded(tied, make, options, replays=range(5, 12))
+
+
 def test_a_copied_value_that_is_written_between_two_readers(device, options):
     """The copies that marked functions see follow what recorded segments and they themselves write."""
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_bcg.runtime import memory
+
 LARGE = 1e3
 # What facts refuse by themselves; everything else that is tried they only cannot tell.
 VOUCHED = (
@@ -51,6 +53,8 @@ def fill(
         have = real.shape[d]
         if front.shape[d] > have and front.stride(d):  # expanded rows are one row
             tail = front.narrow(d, have, front.shape[d] - have)
+            once = memory.once(tail)
+            tail = once(tail)
             if declared or whole.is_complex():
                 tail.fill_(filling.number)
             elif whole.is_floating_point():
@@ -58,7 +62,7 @@ def fill(
             elif whole.dtype == torch.bool:
                 tail.fill_(filling.truth)
             elif filling.real_rows and have:
-                tail.copy_(_repeated(real, front.shape, dims, d, have))
+                tail.copy_(once(_repeated(real, front.shape, dims, d, have)))
             else:
                 tail.zero_()
         front = front.narrow(d, 0, have)

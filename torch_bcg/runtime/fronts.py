@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bcg.graph.ir import EagerSegment, Front, Segment, Value
+from torch_bcg.runtime import memory
 from torch_bcg.runtime.fillings import LARGE, VOUCHED, uneven
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.recorders import Recording
@@ -121,7 +122,8 @@ class Fronts:
             there = self.narrowed(self.space.resolve(cut.name), cut.name, cut.row_dims)
             target, source = (there, copy) if back else (copy, there)
             self.copied += copy.numel() * copy.itemsize
-            self.steps.append(functools.partial(target.copy_, source))
+            once = memory.once(copy)  # of expanded dims there is one index in memory
+            self.steps.append(functools.partial(once(target).copy_, once(source)))
             self.current.add(cut.name)
 
     def written(self, segment: Segment) -> None:
@@ -176,4 +178,4 @@ class Fronts:
             if have > want and rest.stride(d):  # expanded rows are one row
                 found.append(rest.narrow(d, want, have - want))
             rest = rest.narrow(d, 0, want)
-        return [t for t in found if t.numel()]
+        return [memory.once(t)(t) for t in found if t.numel()]
