@@ -167,8 +167,11 @@ class CompiledGraph:
             return self.run_eagerly(args, "out of memory")
         if bound.overlaps is not None and bound.overlaps.found(args) is not None:
             return self.run_eagerly(args, "overlapping arguments")
-        if self.aliases is not None and self.aliases.hold(args, bound.in_place):
-            return self.run_eagerly(args, "an argument is an output of an earlier call")
+        if self.aliases is not None:
+            apart = self.aliases.apart(args, bound.in_place)
+            if apart is None:
+                return self.run_eagerly(args, "an argument is an output of an earlier call")
+            args = apart
         self.pool.order()
         with self.pool.in_use():
             result = program.replay(args, bound)

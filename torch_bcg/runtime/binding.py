@@ -45,7 +45,7 @@ class Bound:
         pad_rows: rows that are replayed though the call does not have them.
         overlaps: the check before a call, or None if nothing can go wrong.
         geometries: of the plan's tensors in such a call.
-        in_place: (place, bytes) of arguments that a replay reads or writes where they are.
+        in_place: (place, bytes, may be a copy) of arguments that a replay uses where they are.
     """
 
     loads: list[tuple[int, int]]
@@ -58,7 +58,7 @@ class Bound:
     pad_rows: int
     overlaps: Overlaps | None
     geometries: Mapping[str, Geometry]
-    in_place: list[tuple[int, int]]
+    in_place: list[tuple[int, int, bool]]
 
 
 def bind(scene: Scene, key: tuple[int, ...]) -> Bound:
@@ -112,14 +112,18 @@ class _Binder(Fronts):
             replay = without_padding(again, replay, self.narrowed, self.fills, self.rowless)
         return replay
 
-    def in_place(self) -> list[tuple[int, int]]:
+    def in_place(self) -> list[tuple[int, int, bool]]:
         """Arguments that a replay reads or writes where the caller has them, after it began."""
-        return [
-            (self.place[v.name], memory.reach(*self.live[v.name][:2]) * dtype_of(v.spec).itemsize)
-            for v in self.plan.values
-            if v.name in self.place and v.spec is not None
-            and (v.home == "reference" or (v.home == "slot" and v.written))
-        ]  # fmt: skip
+        returned = {name for o in self.plan.outputs for name in (o.name, o.base)}
+        found = []
+        for v in self.plan.values:
+            if v.name not in self.place or v.spec is None:
+                continue
+            if v.home == "reference" or (v.home == "slot" and v.written):
+                size = memory.reach(*self.live[v.name][:2]) * dtype_of(v.spec).itemsize
+                copied = not v.written and v.name not in returned
+                found.append((self.place[v.name], size, copied))
+        return found
 
     # cells
 

@@ -252,14 +252,26 @@ class Aliases:
         self.out.append(taken)
         return taken
 
-    def hold(self, args: Sequence[Any], places: Sequence[tuple[int, int]]) -> bool:
-        """Whether one of these arguments (place, bytes) lies in what was handed out."""
+    def apart(
+        self, args: Sequence[Any], places: Sequence[tuple[int, int, bool]]
+    ) -> Sequence[Any] | None:
+        """Arguments of which none lies in what was handed out, which a replay writes over.
+
+        Args:
+            args: of a call.
+            places: (place, bytes, whether a copy will do) of those that are used where they are.
+
+        Returns:
+            The arguments, with copies where needed; None if a copy will not do.
+        """
         ranges = [(t.data_ptr(), t.data_ptr() + t.numel()) for t in self.out]
-        for place, size in places:
+        for place, size, copied in places:
             low = args[place].data_ptr()
             if any(low < high and start < low + size for start, high in ranges):
-                return True
-        return False
+                if not copied:
+                    return None
+                args = [*args[:place], args[place].clone(), *args[place + 1 :]]
+        return args
 
     def expire(self) -> None:
         """Ends what was handed out."""
