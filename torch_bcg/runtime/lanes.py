@@ -55,7 +55,7 @@ class OnLanes(Tracked):
         """Runs the segment and joins its lanes."""
         try:
             results = super().run(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # an interrupt too must not end the recording with open lanes
             with contextlib.suppress(RuntimeError):  # what ended the recording says more
                 self.join()
             raise
