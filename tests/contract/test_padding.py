@@ -558,7 +558,7 @@ def test_padded_rows_are_written_to_a_slot_that_is_declared(device):
 STORES = {
     "fewer rows": lambda pool, i, x: pool.__setitem__(i[:-1], x[:-1]),
     "a counter": lambda pool, i, x: pool.index_add_(0, i * 0, x),
-    "a mark": lambda pool, i, x: pool.__setitem__(i * 0 + 3, 1.0),
+    "a mark": lambda pool, i, x: pool.index_fill_(0, i * 0 + 3, 1.0),
 }
 
 

@@ -4,6 +4,9 @@ Dynamo leaves ``with torch.cuda.stream(s)`` as a note on the nodes and the waits
 operator of the user's may fork inside itself as well, unseen. See also tests/graph/test_streams.py.
 """
 
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -172,11 +175,9 @@ def test_streams_of_the_caller_and_of_the_graph(side):
 
 def line_of(function, text):
     """``file:line`` of the line of ``function`` that holds ``text``."""
-    code = function.__code__
-    lines = open(code.co_filename).read().splitlines()  # noqa: PTH123, SIM115
-    first = code.co_firstlineno
-    number = next(i for i in range(first, len(lines) + 1) if text in lines[i - 1])
-    return f"{code.co_filename.rsplit('/', 1)[-1]}:{number}"
+    lines, first = inspect.getsourcelines(function)
+    number = next(i for i, line in enumerate(lines, first) if text in line)
+    return f"{Path(inspect.getfile(function)).name}:{number}"
 
 
 def stream_error(fn):

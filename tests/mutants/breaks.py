@@ -27,6 +27,7 @@ from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.recorders import HostRecorder
+from torch_bcg.runtime.slots import Arena
 from torch_bcg.runtime.statics import Overlaps, Statics
 
 
@@ -222,9 +223,26 @@ MUTANTS = {
     "later marks unseen": replaced(torch_bcg.marking, "generation", always(0)),
     "gradients ignored": replaced(torch_bcg.dynamo, "needs_gradients", always(False)),
 }
+
+
 # Of the host recorder, and of how host reads are found without a device that reports them.
+def in_use(original):
+    """A block is given out again while the tensor it was given out as lives."""
+
+    def take(arena, spec, geometry):
+        given = arena.__dict__.setdefault("given", [])
+        for t in given:
+            if memory.extent(t) >= memory.reach(*geometry[:2]) * t.itemsize:
+                return memory.over(t.untyped_storage(), t.dtype, 0, geometry)
+        given.append(original(arena, spec, geometry))
+        return given[-1]
+
+    return take
+
+
 HOST_MUTANTS = {
     "runs on copies of its operands": replaced(HostRecorder, "record", fresh_operands),
     "leaves results elsewhere": replaced(HostRecorder, "record", fresh_outputs),
     "host reads unseen": replaced(probe, "host_reads", lambda original: no_context),
+    "memory given out twice": replaced(Arena, "take", in_use),
 }

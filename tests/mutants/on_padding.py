@@ -84,7 +84,7 @@ def declared_slot(device):
     options = {"buckets": [8], "pad": {"slots": 63}}
     compiled = torch.compile(store, backend="bcg", options=options)
     with torch.no_grad(), counted() as counts:
-        for i in range(6):
+        for i in range(12):
             x = rows(device, i)
             slots = dynamic(torch.randperm(63, device=device)[: len(x)])
             ours.fill_(1)

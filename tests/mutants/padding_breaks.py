@@ -6,9 +6,8 @@ import torch_bcg.rows
 from mutants.breaks import always, nothing, replaced
 from torch_bcg.graph import lifetimes, padding
 from torch_bcg.graph.buckets import SizeGuards
-from torch_bcg.runtime import binding, checks, memory, trial
+from torch_bcg.runtime import binding, checks, steps, trial
 from torch_bcg.runtime.binding import _Binder
-from torch_bcg.runtime.slots import Arena
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
 
@@ -84,6 +83,21 @@ def no_clones(original):
     return argument
 
 
+def first_only(original):
+    """Each size fills its tails once, and not again after other sizes."""
+
+    def fill_tails(slots, fills):
+        left = list(fills)
+
+        def step():
+            while left:
+                left.pop()()
+
+        return step
+
+    return fill_tails
+
+
 def no_fills(original):
     def init(binder, scene, key):
         original(binder, scene, key)
@@ -101,22 +115,9 @@ def end_early(original):
     return shared
 
 
-def in_use(original):
-    """A block is given out again while the tensor it was given out as lives."""
-
-    def take(arena, spec, geometry):
-        given = arena.__dict__.setdefault("given", [])
-        for t in given:
-            if memory.extent(t) >= memory.reach(*geometry[:2]) * t.itemsize:
-                return memory.over(t.untyped_storage(), t.dtype, 0, geometry)
-        given.append(original(arena, spec, geometry))
-        return given[-1]
-
-    return take
-
-
 PADDING_MUTANTS = {
     "tails not filled": replaced(_Binder, "fill_tails", always(None)),
+    "tails filled once": replaced(steps, "fill_tails", first_only),
     "tails filled with zero": replaced(_Binder, "__init__", no_fills),
     "declared rows unknown": replaced(torch_bcg.rows, "fills_of", always(())),
     "copies never made again": replaced(_Binder, "written", always(None)),
@@ -139,7 +140,6 @@ PADDING_MUTANTS = {
     "memory released too early": replaced(
         Workspace, "release", lambda original: lambda space, i: original(space, i + 1)
     ),
-    "memory given out twice": replaced(Arena, "take", in_use),
     "checks compare nothing": replaced(checks, "difference", always("")),
     "trials compare nothing": replaced(trial, "difference", always("")),
     "verify does nothing": replaced(binding, "verified", lambda original: lambda again, step: step),

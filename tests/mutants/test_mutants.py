@@ -52,9 +52,11 @@ HOST_KILLERS = {
     "runs on copies of its operands": [on_memory.plain, on_memory.module],
     "leaves results elsewhere": [on_memory.plain],
     "host reads unseen": [on_calls.untagged_host_read],
+    "memory given out twice": [on_checks.two_results],
 }
 PADDING_KILLERS = {
     "tails not filled": [on_padding.stale_rows, on_padding.declared_slot],
+    "tails filled once": [on_padding.declared_slot],
     "tails filled with zero": [on_padding.declared_slot],
     "declared rows unknown": [on_padding.declared_slot],
     "copies never made again": [on_padding.copied_fronts],
@@ -76,7 +78,6 @@ PADDING_KILLERS = {
         on_checks.read_twice_under_verify,
         on_checks.read_twice_under_poison,
     ],
-    "memory given out twice": [on_checks.two_results],
     "checks compare nothing": [
         on_checks.wrong_segment,
         on_checks.padded_row_read,

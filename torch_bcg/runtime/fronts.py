@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_bcg.graph.ir import EagerSegment, Front, Segment, Value
-from torch_bcg.runtime import memory
+from torch_bcg.runtime import memory, steps
 from torch_bcg.runtime.fillings import LARGE, VOUCHED, uneven
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.recorders import Recording
@@ -134,20 +134,37 @@ class Fronts:
                 self.current -= {c.name for c in s.fronts if c.storage in made}
 
     def fill_tails(self) -> None:
-        """Rows of slots, bridges and scratch memory that the call does not have."""
-        if not self.padded:
-            return
+        """Fills them before each call where something writes them, else where sizes change."""
+        fills = self.tail_fills() if self.padded else []
+        if self.tails_are_written():
+            self.steps += fills
+        else:
+            self.steps.append(steps.fill_tails(self.space.slots, fills))
+
+    def tails_are_written(self) -> bool:
+        """Whether a replay, or a check of it, leaves something else in padded rows."""
+        homes = ("slot", "bridge", "scratch")
+        filled = {v.storage for v in self.plan.values if v.home in homes and v.row_dims}
+        written: set[int] = set()
+        for s in self.plan.segments:
+            if not (isinstance(s, EagerSegment) and s.live):
+                written |= {*s.writes, *(self.values[n].storage for n in s.outputs)}
+        return "poison" in self.checks or not filled.isdisjoint(written)
+
+    def tail_fills(self) -> list[Step]:
+        """What fills the rows of slots, bridges and scratch memory that the call does not have."""
+        fills: list[Step] = []
         zeros: list[Tensor] = []
         for v in self.plan.values:
             if v.home not in ("slot", "bridge", "scratch") or v.memory:
                 continue
             tails = self.tails(v)
             if v.name in self.fills:
-                self.steps += [functools.partial(t.fill_, self.fills[v.name]) for t in tails]
+                fills += [functools.partial(t.fill_, self.fills[v.name]) for t in tails]
             elif (
                 "poison" in self.checks and v.spec and v.spec.dtype.startswith(("float", "bfloat"))
             ):
-                self.steps += [functools.partial(t.copy_, uneven(t, self.poison())) for t in tails]
+                fills += [functools.partial(t.copy_, uneven(t, self.poison())) for t in tails]
             else:
                 zeros += tails
         for dtype in dict.fromkeys(
@@ -155,9 +172,10 @@ class Fronts:
         ):  # one launch each, and only of like ones
             alike = [t for t in zeros if t.dtype == dtype]
             if len(alike) == 1 or dtype.itemsize == 1:
-                self.steps += [t.zero_ for t in alike]
+                fills += [t.zero_ for t in alike]
             else:
-                self.steps.append(functools.partial(torch._foreach_zero_, alike))
+                fills.append(functools.partial(torch._foreach_zero_, alike))
+        return fills
 
     def poison(self) -> float:
         """What padded rows hold under ``check="poison"``.

@@ -24,11 +24,13 @@ class Slots:
 
     Attributes:
         taken: bytes allocated so far, freed ones included.
+        tails: which size of a call the padded rows were filled for last.
     """
 
     def __init__(self) -> None:
         self.flat: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
         self.taken = 0
+        self.tails: object = None
 
     def take(
         self, name: str, spec: TensorSpec, geometry: Geometry, most: Geometry

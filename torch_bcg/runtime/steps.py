@@ -15,6 +15,7 @@ from torch_bcg.graph import modes
 from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.recorders import wrong_output
+from torch_bcg.runtime.slots import Slots
 
 Cells = list[Any]
 Step = Callable[[], object]
@@ -61,6 +62,19 @@ def copy_back(cells: Cells, slot: Tensor, place: int) -> Step:
 
     def step() -> None:
         cells[place].copy_(slot)
+
+    return step
+
+
+def fill_tails(slots: Slots, fills: Sequence[Step]) -> Step:
+    """Fills padded rows that nobody writes, unless the last call was of this very size."""
+    mine = object()
+
+    def step() -> None:
+        if slots.tails is not mine:
+            for fill in fills:
+                fill()
+            slots.tails = mine
 
     return step
 
