@@ -362,7 +362,9 @@ ALL_SPELLINGS = {
         torch.nonzero,
         torch.Tensor.nonzero,
     ],
-    ids=str,
+    ids=lambda target: (
+        target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    ),
 )
 def test_one_operator_under_all_its_spellings(target, spelling):
     fn = ALL_SPELLINGS[spelling]

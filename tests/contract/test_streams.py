@@ -292,7 +292,13 @@ def test_an_operator_that_joins_its_stream_is_recorded(side):
 def test_a_pair_of_operators_in_one_segment_is_recorded(side):
     """As the asynchronous halves of a collective do it."""
     forks, joins = forking(side, joins=False), joining(side)
-    compiled = check(lambda x: plus_one(joins(forks(x + 1) * 1) * 2) * 3, lambda i: (rows(),))
+
+    def fn(x):
+        y = forks(x + 1)
+        z = x * 2  # meanwhile
+        return plus_one(joins(y) * z) * 3
+
+    compiled = check(fn, lambda i: (rows(),))
     assert marks_alone(compiled)
 
 

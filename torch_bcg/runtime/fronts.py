@@ -102,11 +102,11 @@ class Fronts:
             whole = self.space.resolve(name)
             size, stride, _ = self.live[name]
             if cut.copied:
-                self.fronts[name] = self.space.slot(f"{name}, copied", cut.spec, name).as_strided(
-                    size, stride
-                )
+                room = self.space.slot(f"{name}, copied", cut.spec, name)
+                front = room.as_strided(size, stride)
             else:
-                self.fronts[name] = whole.as_strided(size, stride, whole.storage_offset())
+                front = whole.as_strided(size, stride, whole.storage_offset())
+            self.fronts[name] = memory.shared(front)  # to an operator that writes, views cost more
         return self.fronts[name]
 
     def copy_fronts(self, segment: EagerSegment, back: bool) -> None:

@@ -146,7 +146,8 @@ class Workspace:
                 assert v.spec is not None
                 size, stride, offset = self.geometries[name]
                 shifted = (size, stride, offset - self.geometries[v.base][2])
-                self.bound[name] = memory.moved_view(self.resolve(v.base), v.spec.dtype, shifted)
+                view = memory.moved_view(self.resolve(v.base), v.spec.dtype, shifted)
+                self.bound[name] = memory.shared(view)
             else:
                 self.bound[name] = self.made(name)
         return self.bound[name]
