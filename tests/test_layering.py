@@ -20,6 +20,7 @@ ORDER = [
     {"report"},
     {"frame"},
     {"rows"},
+    {"passes"},
     {"eager"},
     {"compiled"},
     {"dynamo"},

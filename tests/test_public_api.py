@@ -29,10 +29,13 @@ BCGError
 Options
 __version__
 bcg
+bind_metadata
+current_metadata
 dump_to
 eager_on_graph
 explain
 programs
+register_metadata_binding
 reset
 stats
 warm_up""",

@@ -1,5 +1,6 @@
 """README.md says what the code does: what it shows runs, what it names and links is there."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 import test_footguns
 import torch_bcg
+from torch_bcg.metadata import registration
 from torch_bcg.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,12 +72,38 @@ def test_the_quick_start_on_a_gpu(capsys):
 
 
 def test_padding_is_shown_in_code_that_runs():
-    _, _, padding = blocks("python")
+    padding = blocks("python")[2]
     model = torch.nn.Sequential(torch.nn.Embedding(3, 8), torch.nn.Linear(8, 8))
     short = padding.replace('"ladder"', "[4, 8]")
     with torch.inference_mode():
         exec(short, {"torch": torch, "torch_bcg": torch_bcg, "model": model})
     assert torch_bcg.stats().captures >= 2
+
+
+def test_the_binding_of_somebodys_own_metadata_runs():
+    (shown,) = [b for b in blocks("python") if "register_metadata_binding" in b]
+    given = {
+        "dataclasses": dataclasses, "Tensor": torch.Tensor, "torch": torch, "torch_bcg": torch_bcg,
+        "x": torch.randn(3, 8), "cache": torch.zeros(16, 8), "slots": torch.tensor([4, 9, 2]),
+        "page_table": torch.tensor([[0, 2], [1, 3]]), "__name__": "readme",
+    }  # fmt: skip
+    exec(compile(shown, "README.md", "exec"), given)
+    cls, layer, twin = given["Paged"], given["layer"], given["cache"].clone()
+    for requests in (1, 2, 3):
+        md = cls(torch.randperm(16)[:3], torch.randint(4, (requests, 2)), 4)
+        x = torch.randn(3, 8)
+        with torch_bcg.bind_metadata(md), torch.no_grad():
+            assert torch.equal(given["compiled"](x, given["cache"]), layer(x, twin))
+    assert torch.equal(given["cache"], twin)
+    (binding,) = torch_bcg.explain(given["compiled"]).plans[0].bindings
+    kinds = {f.name: f.kind for f in binding.fields}
+    assert kinds == {"slots": "COPY", "page_table": "REBIND", "page_size": "EQUAL"}
+    (program,) = torch_bcg.programs(given["compiled"])
+    captured = program.captured(md)
+    live = cls(torch.randperm(16)[:3], md.page_table, 4)
+    torch_bcg.metadata.refresh(captured, live)
+    assert torch.equal(captured.slots, live.slots)
+    registration.REGISTERED[cls].remove()
 
 
 def test_the_anchors_are_there():
@@ -85,7 +113,7 @@ def test_the_anchors_are_there():
 
 
 def test_marking_is_shown_in_code_that_parses():
-    _, marking, _ = blocks("python")
+    marking = blocks("python")[1]
     decorators = [line for line in marking.splitlines() if line.startswith("@")]
     compile("\n".join([*decorators, "def f(): ..."]), "README.md", "exec")
     compile(

@@ -5,6 +5,7 @@ from torch_bcg.dynamo import bcg
 from torch_bcg.errors import BCGError
 from torch_bcg.explain import explain
 from torch_bcg.marking import eager_on_graph
+from torch_bcg.metadata import bind_metadata, current_metadata, register_metadata_binding
 from torch_bcg.options import Options
 from torch_bcg.programs import programs, reset
 from torch_bcg.report.files import dump_to
@@ -16,10 +17,13 @@ __all__ = [
     "Options",
     "__version__",
     "bcg",
+    "bind_metadata",
+    "current_metadata",
     "dump_to",
     "eager_on_graph",
     "explain",
     "programs",
+    "register_metadata_binding",
     "reset",
     "stats",
     "warm_up",

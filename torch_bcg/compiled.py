@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_bcg import marking
+from torch_bcg import marking, passes
 from torch_bcg.counters import counters
 from torch_bcg.eager import (
     plain,
@@ -26,20 +26,23 @@ from torch_bcg.eager import (
     tell_moved,
 )
 from torch_bcg.errors import CaptureError
-from torch_bcg.frame import static_arguments, type_of_self
-from torch_bcg.graph.annotate import annotated
+from torch_bcg.frame import metadata_behind, static_arguments, type_of_self
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.inline import inlined, without_geometry_changes
 from torch_bcg.graph.ir import Plan, Reason
-from torch_bcg.graph.lifetimes import with_lifetimes
-from torch_bcg.graph.partition import partition
+from torch_bcg.graph.known import Facts
+from torch_bcg.graph.partition import Partition, partition, recorded_symbols
 from torch_bcg.graph.plan import NoAddressError, make_plan
-from torch_bcg.graph.sizes import geometries, key_reader
+from torch_bcg.graph.sizes import call_geometries, call_sizes, geometries, key_reader
 from torch_bcg.graph.sorting import where
+from torch_bcg.metadata import registration
+from torch_bcg.metadata.deriving import shown_by
+from torch_bcg.metadata.instances import names_of
+from torch_bcg.metadata.watching import reads_noted
 from torch_bcg.options import Options
 from torch_bcg.report import files, trace
 from torch_bcg.rows import Key, Rows
-from torch_bcg.runtime.binding import Bound
+from torch_bcg.runtime.calls import Bound
 from torch_bcg.runtime.capture import capture
 from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import new_pool, pool_of
@@ -49,6 +52,12 @@ from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.slots import Slots
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
+
+
+def current_generation() -> tuple[int, int]:
+    """Changes whenever a mark or a metadata class is made or removed."""
+    return marking.generation(), registration.generation()
+
 
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 _number = itertools.count()
@@ -67,10 +76,12 @@ class CompiledGraph:
     ) -> None:
         self.number = next(_number)
         self.name, self.options = f"graph_{self.number}", options
-        self.gm = inlined(gm)
+        self.instances = metadata_behind(gm)
+        self.gm = gm = inlined(gm, names_of(self.instances))
         self.eager = plain(self.gm)
         self.static = static_arguments(gm, example_inputs)
-        self.rows = Rows(gm, example_inputs, options)
+        self.ambient: frozenset[tuple[type, str]] = frozenset()
+        self.rows = Rows(gm, example_inputs, options, self.instances)
         self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
         if self.facts.whole is not None:
             same_as = {n: f.same_as for n, f in self.facts.nodes.items() if f.same_as}
@@ -86,7 +97,7 @@ class CompiledGraph:
         self.dump_directory, self.compile_id = files.chosen(options.dump), trace.compile_id()
         self.found: dict[str, Reason] = {}
         self.lost: Reason | None = None
-        self.generation = -1
+        self.generation = (-1, -1)
         self.programs = Programs(self.pool)
         self.slots = Slots()
         self.seen: dict[Key, int] = {}  # real runs by key
@@ -99,7 +110,7 @@ class CompiledGraph:
 
     def make_plan(self) -> None:
         """Facts, marks and what the probe found -> plan; programs of an older plan are freed."""
-        generation = marking.generation()
+        generation = current_generation()
         if generation != self.generation:
             self.rows.reset()
         plan = self.planned()
@@ -115,19 +126,27 @@ class CompiledGraph:
             self.plan = plan
             self.geometries = geometries(plan)
             self.key = key_reader(plan)
+        registration.remember(self, shown_by(plan, self.instances))
         self.generation = generation
 
     def planned(self) -> Plan | NoAddressError:
         """One attempt: graph.partition, then graph.plan."""
-        parts = partition(
-            self.gm, self.facts, self.mark_of, self.found, self.options.min_segment_kernels
-        )
+        facts = self.facts
+        parts = self.partition(facts)
+        symbols = recorded_symbols(self.gm, facts, parts) | ({facts.rows} & facts.key_symbols)
+        if symbols != facts.key_symbols:  # sizes that eager segments alone see make no program
+            facts = replace(facts, key_symbols=symbols)
+            parts = self.partition(facts)
         try:
-            plan, self.lowering = make_plan(self.name, self.gm, self.facts, parts, self.static)
+            plan, self.lowering = make_plan(self.name, self.gm, facts, parts, self.static)
         except NoAddressError as values:
             return values
-        plan = with_lifetimes(plan, self.facts)
-        return annotated(self.rows.plan(plan, self.facts, self.lowering), self.lowering)
+        context = passes.Context(facts, self.lowering, self.rows, self.instances, self.ambient)
+        return passes.run(plan, context, self.options.passes)
+
+    def partition(self, facts: Facts) -> Partition:
+        """The graph cut at marks and at what cannot be recorded."""
+        return partition(self.gm, facts, self.mark_of, self.found, self.options.min_segment_kernels)
 
     def mark_of(self, node: fx.Node) -> marking.Mark | None:
         """The mark on a node: made for everybody, for this compile, or on the module that runs."""
@@ -140,7 +159,7 @@ class CompiledGraph:
             prevented = self.pool.prevented()
             if prevented:
                 return self.run_eagerly(args, prevented)
-            if self.generation != marking.generation():
+            if self.generation != current_generation():
                 self.make_plan()
             key = self.key(args)
             target = self.rows.key_for(key)
@@ -208,9 +227,12 @@ class CompiledGraph:
     def run_probe(self, key: Key, args: Sequence[Any]) -> Any:
         """The first call: its report adds cuts, with which the graph is planned again."""
         counters.probes += 1
-        result = self.run_watched(key, args)
-        if self.rows.look(key):
+        with reads_noted() as noted:
+            result = self.run_watched(key, args)
+        self.ambient = frozenset(noted)
+        if self.rows.look(key) or self.ambient:
             self.make_plan()
+        registration.remember(self, shown_by(self.plan, self.instances))
         self.probed = True
         self.seen[key] = 2  # recorded at once: the probe looked at this very key
         self.tell()
@@ -218,7 +240,8 @@ class CompiledGraph:
 
     def run_watched(self, key: Key, args: Sequence[Any]) -> Any:
         """A real run, node by node; plans again with the cuts that it adds."""
-        result, reasons = probe(self.gm, args, self.plan, self.geometries(*key), self.pool)
+        sizes = call_geometries(self.plan, key, args)
+        result, reasons = probe(self.gm, args, self.plan, sizes, self.pool)
         self.found.update((r.node, r) for r in reasons)
         if reasons:
             self.make_plan()
@@ -228,7 +251,8 @@ class CompiledGraph:
         """A call that is run for real and then tried at the padded size it would have had."""
         counters.warming += 1
         again = not self.rows.untried
-        trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target, again)
+        sizes = call_sizes(self.plan, args)
+        trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target, sizes, again)
         result, reason = trial.run(args)
         self.rows.tried(target, reason)
         if self.rows.refused is not None:
@@ -341,4 +365,5 @@ class CompiledGraph:
             self.probed = False
             self.rows.reset()
             self.make_plan()
+            registration.remember(self, {})  # nothing holds its numbers now
             self.pool.let_go()

@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "BCGError",
     "BCGWarning",
+    "BindingError",
     "CaptureError",
     "CheckError",
     "CutError",
@@ -71,6 +72,14 @@ class MarkError(BCGError, TypeError):
 
     Raised while the mark is made: a function whose arguments are no tensors and numbers, a
     ``mutates_args`` name that is no parameter, an operator that does not exist.
+    """
+
+
+class BindingError(BCGError):
+    """Metadata is declared, bound or refreshed in a way that would be silently wrong.
+
+    Raised when a class is registered, when a graph that reads it is compiled, when an object is
+    bound, and by a refresh before it has written anything.
     """
 
 

@@ -76,6 +76,14 @@ def marks(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
+def functions(value: object) -> tuple[Callable[..., object], ...]:
+    """Any iterable of functions."""
+    found = marks(value)
+    if not all(map(callable, found)):
+        raise TypeError
+    return found  # type: ignore[return-value]
+
+
 def path(value: object) -> str | None:
     """A path that is not empty, or None."""
     if value is None:

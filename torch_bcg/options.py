@@ -123,6 +123,12 @@ class Options:
         ("recapture", "error"),
         "at a parameter or buffer that is no longer where it was when recorded",
     )
+    passes: tuple[Callable[..., object], ...] = _option(
+        (),
+        option_values.functions,
+        ("an iterable of functions from a plan and its context to a plan",),
+        "passes over the plan after `torch_bcg.passes.PASSES`, in this order",
+    )
     dump: str | None = _option(
         None,
         option_values.path,
@@ -170,8 +176,12 @@ class Options:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read every ``TORCH_BCG_*`` variable; marks are objects, so they have none."""
-    readable = {f"{_PREFIX}{f.name.upper()}": f.name for f in fields(Options) if f.name != "mark"}
+    """Read every ``TORCH_BCG_*`` variable; marks and passes are objects, so they have none."""
+    readable = {
+        f"{_PREFIX}{f.name.upper()}": f.name
+        for f in fields(Options)
+        if f.name not in ("mark", "passes")
+    }
     values = {}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(_PREFIX):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.eval_frame import (  # the one place that looks into Dynamo's caches
@@ -17,7 +17,12 @@ from torch_bcg.compiled import CompiledGraph
 from torch_bcg.dynamo import bcg
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.ir import Plan
+from torch_bcg.metadata import refresh
+from torch_bcg.metadata.schema import copied, getter, put
+from torch_bcg.runtime.memory import shared
 from torch_bcg.runtime.program import Program
+
+T = TypeVar("T")
 
 
 class ProgramHandle:
@@ -101,6 +106,37 @@ class ProgramHandle:
             spec = self._specs[name]
             if spec is not None and x.dtype != getattr(torch, spec.dtype):
                 raise _unfit(name, spec.dtype, str(x.dtype))
+
+    def captured(self, live: T) -> T:
+        """A copy of a metadata object whose tensors are the slots of this program.
+
+        What recorded segments touch lies where they read it and holds ``live``'s values, so a call
+        with `bind_metadata` of it copies nothing; `torch_bcg.metadata.refresh` brings the values of
+        later steps. It is valid as long as the program.
+
+        Args:
+            live: an object of a class that the program's graph reads, at the program's sizes.
+
+        Raises:
+            BCGError: the program is gone, or its graph reads no object of that class.
+            BindingError: ``live`` does not fit, see `refresh`.
+        """
+        name = f"{type(live).__module__}.{type(live).__qualname__}"
+        fields = [f for b in self.plan.bindings if b.cls == name for f in b.fields]
+        if not fields or self._program.dead:
+            raise _unfit("metadata", f"a class that {self.plan.name} reads", name)
+        homes = {v.name: v.home for v in self.plan.values}
+        captured = copied(live)
+        for f in fields:
+            real = getter(f.name)(live)
+            if not isinstance(real, torch.Tensor) or f.kind not in ("COPY", "WRITTEN"):
+                continue
+            with torch.inference_mode(real.is_inference()):  # Dynamo tells the two apart
+                there = homes.get(f.argument) == "slot"
+                mine = shared(self._program.slot(f.argument)) if there else real.clone()
+            put(captured, f.name, mine)
+        refresh(captured, live)
+        return captured
 
     def _row_places(self) -> tuple[int, int, int] | None:
         """The argument that is the padded size as a number, and the tensor and dim that have it."""

@@ -10,10 +10,12 @@ from torch._guards import TracingContext
 
 from torch_bcg.frame import argument_names
 from torch_bcg.graph.buckets import LADDER, RowDim, SizeGuards, find, row_dim
+from torch_bcg.graph.facts import fake_arguments
 from torch_bcg.graph.ir import Plan, Reason
 from torch_bcg.graph.known import LOOKED_UP, Facts
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.padding import Request, fills_of, with_padding
+from torch_bcg.metadata.instances import Instance
 from torch_bcg.options import Options
 from torch_bcg.runtime.trial import OUTSIDE
 
@@ -33,12 +35,21 @@ class Rows:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[object], options: Options
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        options: Options,
+        instances: Sequence[Instance] = (),
     ) -> None:
         self.options = options
         self.ladder = LADDER if options.buckets == "ladder" else tuple(options.buckets or ())
-        self.names = argument_names(gm)
+        fields = {a: i.names(path) for i in instances for path, a in i.arguments.items()}
+        self.names = argument_names(gm) | {a: names[0] for a, names in fields.items()}
         placeholders = gm.graph.find_nodes(op="placeholder")
+        called = {p.name: (self.names.get(p.name, p.name), p.name) for p in placeholders} | fields
+        self.fills = fills_of(dict(options.pad), called)
+        if self.ladder:
+            self.tie([p.name for p in placeholders], example_inputs)
         # Of [tokens, features] both may vary; nobody pads features.
         self.with_features = {
             p.name
@@ -54,6 +65,28 @@ class Rows:
         self.untried: tuple[Reason, ...] = ()
         self.looks_up = False
         self.reset()
+
+    def tie(self, placeholders: Sequence[str], example_inputs: Sequence[object]) -> None:
+        """Makes the graph one for calls in which all tensors have as many rows as were declared.
+
+        Dynamo gives sizes of several tensors symbols of their own, and an indexed write never
+        compares them. A call in which they differ is compiled again.
+        """
+        _, fakes = fake_arguments(example_inputs)
+        declared = {name for name, _ in self.fills}
+        wanted = self.options.bucket_dim
+        sizes: list[tuple[int, torch.SymInt]] = []
+        for name, real, fake in zip(placeholders, example_inputs, fakes, strict=True):
+            if not isinstance(real, torch.Tensor) or not real.dim():
+                continue
+            dims = {0} if name in declared else set()
+            if wanted is not None and wanted[0] in (name, self.names.get(name)):
+                dims |= {wanted[1]} if -real.dim() <= wanted[1] < real.dim() else set()
+            found = [(real.shape[d], fake.shape[d]) for d in dims]
+            sizes += [(n, size) for n, size in found if isinstance(size, torch.SymInt)]
+        for number, size in sizes[1:]:
+            if number == sizes[0][0]:
+                bool(size == sizes[0][1])  # asking is what makes it a guard
 
     def reset(self) -> None:
         """Back to the state before the first call."""
@@ -83,7 +116,7 @@ class Rows:
             self.dim,
             self.usable,
             self.options.rows == "independent",
-            fills_of(dict(self.options.pad), self.fillable(plan)),
+            self.fills,
             self.refused or (None if self.usable else _GUARD),
         )
         plan = with_padding(plan, facts, lowering, request)
@@ -95,10 +128,6 @@ class Rows:
         self.untried = tuple(r for r in tried if r not in self.agreed)
         self.looks_up = any(r.kind == LOOKED_UP for r in tried)
         return plan
-
-    def fillable(self, plan: Plan) -> Mapping[str, str]:
-        """Placeholders and what the author calls them."""
-        return {a: self.names.get(a, a) for a in plan.arguments}
 
     @property
     def padded(self) -> bool:

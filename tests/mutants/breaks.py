@@ -22,7 +22,7 @@ from mutants.recorders import (
 )
 from torch_bcg.graph import modes
 from torch_bcg.graph.plan import _Planner
-from torch_bcg.runtime import binding, memory, probe, steps
+from torch_bcg.runtime import calls, memory, probe, steps
 from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.program import Program
@@ -109,7 +109,7 @@ def views_of_slots(original):
 
 
 def copies_back_at_the_end(monkeypatch):
-    copy_back, outputs = binding._Binder.copy_back, binding._Binder.outputs
+    copy_back, outputs = calls._Binder.copy_back, calls._Binder.outputs
 
     def later(builder, segment):
         builder.__dict__.setdefault("late", []).append(segment)
@@ -119,8 +119,8 @@ def copies_back_at_the_end(monkeypatch):
             copy_back(builder, segment)
         return outputs(builder)
 
-    monkeypatch.setattr(binding._Binder, "copy_back", later)
-    monkeypatch.setattr(binding._Binder, "outputs", and_then_outputs)
+    monkeypatch.setattr(calls._Binder, "copy_back", later)
+    monkeypatch.setattr(calls._Binder, "outputs", and_then_outputs)
 
 
 def values_stay(original):
@@ -200,7 +200,7 @@ MUTANTS = {
     "outputs in program memory": replaced(memory, "out_of", program_memory),
     "outputs cloned apart": replaced(memory, "out_of", a_clone_each),
     "outputs cloned once": replaced(steps, "hand_out", first_time_only),
-    "views of slots returned": replaced(binding._Binder, "view_out", views_of_slots),
+    "views of slots returned": replaced(calls._Binder, "view_out", views_of_slots),
     "arguments remade once": replaced(steps, "remake_out", first_time_only),
     "eager values lost": replaced(steps, "eager", without_stores),
     "eager segments run once": replaced(steps, "eager", first_time_only),

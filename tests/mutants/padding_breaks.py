@@ -6,8 +6,8 @@ import torch_bcg.rows
 from mutants.breaks import always, nothing, replaced
 from torch_bcg.graph import lifetimes, padding
 from torch_bcg.graph.buckets import SizeGuards
-from torch_bcg.runtime import binding, checks, steps, trial
-from torch_bcg.runtime.binding import _Binder
+from torch_bcg.runtime import calls, checks, steps, trial
+from torch_bcg.runtime.calls import _Binder
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
 
@@ -142,10 +142,10 @@ PADDING_MUTANTS = {
     ),
     "checks compare nothing": replaced(checks, "difference", always("")),
     "trials compare nothing": replaced(trial, "difference", always("")),
-    "verify does nothing": replaced(binding, "verified", lambda original: lambda again, step: step),
+    "verify does nothing": replaced(calls, "verified", lambda original: lambda again, step: step),
     "poison runs nothing again": replaced(
-        binding, "without_padding", lambda original: lambda again, step, *_: step
+        calls, "without_padding", lambda original: lambda again, step, *_: step
     ),
     "poison fills rows with zero": replaced(_Binder, "poison", always(0.0)),
-    "poison leaves dead memory": replaced(binding, "spoil", lambda original: lambda _: nothing),
+    "poison leaves dead memory": replaced(calls, "spoil", lambda original: lambda _: nothing),
 }

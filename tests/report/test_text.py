@@ -41,8 +41,8 @@ outputs
   x f32[4, 16]  the caller's own copy  256 bytes
 
 Not probed: marks, schemas and fake tensors say this. An operation that reads the host and
-does not say so is found by the first real call, which adds a cut for it; explain(compiled)
-after that call shows it.
+does not say so is found by the first real call, which adds a cut for it, and so is metadata
+that a marked function reads by itself; explain(compiled) after that call shows both.
 """,
     )
 

@@ -104,7 +104,8 @@ class Homes:
             return "fresh"
         owner = self.owner.get(f.tensors[0].storage, name)
         if owner != name:
-            return "alias" if self.home(owner) in FIXED else "fresh"
+            known = f.symbols <= self.facts.key_symbols
+            return "alias" if known and self.home(owner) in FIXED else "fresh"
         if not eager:
             return "recorded"
         return "bridge" if f.tensors[0].storage in self.touched else "fresh"

@@ -24,13 +24,20 @@ _GEOMETRY = {
 _INLINED = ("tag_activation_checkpoint", "invoke_subgraph", "wrap", "wrap_activation_checkpoint")
 
 
-def inlined(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of ``gm`` in which those regions are nodes like others; names stay the same.
+def inlined(gm: fx.GraphModule, names: Mapping[str, str] | None = None) -> fx.GraphModule:
+    """A copy of ``gm`` in which those regions are nodes like others.
 
-    What Dynamo knows of streams is noted on its nodes, see `graph.streams`.
+    Names stay the same, but for placeholders that ``names`` calls otherwise. What Dynamo knows of
+    streams is noted on its nodes, see `graph.streams`.
     """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        called = (names or {}).get(node.name, node.name)
+        env[node] = copy = graph.create_node("placeholder", called, node.args, name=called)
+        copy.meta = dict(node.meta)
+        copy.type = node.type
+        copy._dynamo_source = getattr(node, "_dynamo_source", None)
     _copy(gm, graph, env, prefix="")
     result = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
     result.meta = dict(gm.meta)

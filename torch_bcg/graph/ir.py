@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from torch_bcg.graph import packing, render
 from torch_bcg.graph.flow import Flow
 from torch_bcg.graph.values import (
+    Binding,
     EagerSegment,
+    Field,
     Front,
     GraphSegment,
     Home,
@@ -28,7 +30,9 @@ from torch_bcg.graph.values import (
 )
 
 __all__ = [
+    "Binding",
     "EagerSegment",
+    "Field",
     "Front",
     "GraphSegment",
     "Home",
@@ -58,6 +62,8 @@ class Plan:
         outputs: leaves of the result, in order.
         unrecorded: why nothing at all is recorded, or None.
         padding: how a size is padded, or why not; None if nobody asked.
+        bindings: how fields of metadata objects reach a call.
+        call_symbols: as ``symbols``, of sizes that only eager segments see: in no key.
     """
 
     name: str
@@ -70,6 +76,8 @@ class Plan:
     outputs: tuple[Output, ...]
     unrecorded: Reason | None = None
     padding: Padding | None = None
+    bindings: tuple[Binding, ...] = ()
+    call_symbols: tuple[tuple[str, str, int], ...] = ()
 
     def value(self, name: str) -> Value:
         """The value of that name; KeyError if it has no home of its own."""
@@ -105,7 +113,8 @@ class Plan:
 
     def read_at(self, symbol: str) -> str:
         """Where a symbol's value comes from, e.g. ``l_x_.shape[0]``."""
-        (argument, dim) = next((a, d) for s, a, d in self.symbols if s == symbol)
+        every = (*self.symbols, *self.call_symbols)
+        (argument, dim) = next((a, d) for s, a, d in every if s == symbol)
         if dim >= 0:
             return f"{argument}.shape[{dim}]"
         for value in self.values:
@@ -138,6 +147,8 @@ class Plan:
             slots = [(str(s), s.dtype, f"read from {s.name}") for s in self.number_slots]
             lines += ["numbers that follow the call", *render.columns(slots), ""]
         lines += render.argument_lines(self.values, self.arguments)
+        bindings = render.binding_lines(self.bindings)
+        lines += ["", *bindings] if bindings else []
         memory = render.memory_lines(self.values, self.arguments)
         lines += ["", *memory] if memory else []
         if self.segments:
@@ -173,6 +184,8 @@ _TYPES: Mapping[str, type] = {
         EagerSegment,
         NumberSlot,
         Output,
+        Field,
+        Binding,
         Plan,
     )
 }

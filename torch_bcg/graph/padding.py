@@ -9,7 +9,7 @@ one that can be cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_bcg.graph.buckets import RowDim
@@ -305,6 +305,9 @@ def names_in(expression: str) -> set[str]:
     return set(compile(expression, "<size>", "eval").co_names)
 
 
-def fills_of(pad: Mapping[str, float], names: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
-    """``pad`` by placeholder; ``names`` are the names that the author knows them by."""
-    return tuple((p, pad[k]) for p, n in names.items() for k in (n, p) if k in pad)
+def fills_of(
+    pad: Mapping[str, float], names: Mapping[str, Sequence[str]]
+) -> tuple[tuple[str, float], ...]:
+    """``pad`` by placeholder; ``names`` are those that the author knows each by."""
+    found = {p: pad[k] for p, known in names.items() for k in reversed(known) if k in pad}
+    return tuple(found.items())

@@ -92,6 +92,38 @@ def partition(
     )
 
 
+def recorded_symbols(gm: fx.GraphModule, facts: Facts, parts: Partition) -> frozenset[str]:
+    """Symbols that recorded segments or memory of a program depend on: they make its key.
+
+    A size that only eager segments and views in them see is another one at each call: a batch of
+    requests around tokens, say.
+    """
+    recorded = [n for s in parts.stretches if not s.reasons for n in s.nodes]
+    touched = {s for n in recorded for s in facts.nodes[n.name].reads | facts.nodes[n.name].writes}
+    (output,) = gm.graph.find_nodes(op="output")
+    returned = [
+        n
+        for n in output.all_input_nodes
+        if any(
+            t.storage in touched or facts.origin[t.storage] in {r.name for r in recorded}
+            for t in facts.nodes[n.name].tensors
+        )
+    ]
+    working = {n for s in parts.stretches for n in s.nodes}
+    seen: set[fx.Node] = set()
+    todo = [*recorded, *parts.scratch, *parts.constants, *returned]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in working or node in recorded or node in parts.scratch:
+            todo += node.all_input_nodes
+    return frozenset(
+        symbol for n in seen for symbol in facts.nodes[n.name].symbols & facts.key_symbols
+    )
+
+
 def _append(stretches: list[Stretch], nodes: list[fx.Node], reasons: list[Reason]) -> None:
     """Adds eager nodes, joined to an eager stretch before them; one reason a unit."""
     if not stretches or not stretches[-1].reasons:

@@ -30,6 +30,8 @@ from torch_bcg.graph.lower import Lowering, Needs
 from torch_bcg.graph.partition import Partition, Stretch
 from torch_bcg.graph.sorting import where
 
+Places = tuple[tuple[str, str, int], ...]
+
 
 def make_plan(
     name: str, gm: fx.GraphModule, facts: Facts, parts: Partition, static: Iterable[str]
@@ -80,7 +82,7 @@ class _Planner(Homes):
     # segments
 
     def plan(self) -> Plan:
-        symbols, missing = self.symbols()
+        symbols, others, missing = self.symbols()
         whole = self.facts.whole
         unrecorded = None
         if whole is not None:
@@ -112,24 +114,30 @@ class _Planner(Homes):
             segments,
             tuple(dict.fromkeys(slots.values())),
             outputs,
+            call_symbols=others,
         )
 
-    def symbols(self) -> tuple[tuple[tuple[str, str, int], ...], str]:
-        """Where each symbol of the key is read, and one that no argument gives ("")."""
+    def symbols(self) -> tuple[Places, Places, str]:
+        """Where symbols of the key and others are read, and one that no argument gives ("")."""
         found: dict[str, tuple[str, str, int]] = {}
-        for node in self.gm.graph.nodes:
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        every = {s for n in self.facts.nodes.values() if n.tensors for s in n.symbols}
+        for node in placeholders:
             f = self.facts.nodes[node.name]
-            if node.op == "placeholder" and not f.tensors and f.expr in self.facts.key_symbols:
+            if not f.tensors and f.expr in every:
                 found.setdefault(f.expr, (f.expr, node.name, -1))
-        for node in self.gm.graph.nodes:
-            f = self.facts.nodes[node.name]
-            if node.op == "placeholder":
-                for t in f.tensors:
-                    for dim, size in enumerate(t.spec.size):
-                        if size in self.facts.key_symbols:
-                            found.setdefault(size, (size, node.name, dim))
-        missing = sorted(self.facts.key_symbols - set(found))
-        return tuple(found[s] for s in sorted(found)), missing[0] if missing else ""
+        for node in placeholders:
+            for t in self.facts.nodes[node.name].tensors:
+                for dim, size in enumerate(t.spec.size):
+                    if size in every:
+                        found.setdefault(size, (size, node.name, dim))
+        key = self.facts.key_symbols
+        missing = sorted(key - set(found))
+        return (
+            tuple(found[s] for s in sorted(found) if s in key),
+            tuple(found[s] for s in sorted(found) if s not in key),
+            missing[0] if missing else "",
+        )
 
     def needs(self, stretch: Stretch, slots: Mapping[tuple[str, int], NumberSlot]) -> Needs:
         own = {n.name for n in stretch.nodes}
@@ -242,6 +250,8 @@ class _Planner(Homes):
 
     def stands_in(self, name: str, t: TensorFact) -> bool:
         """Whether geometry alone remakes the view from its base."""
+        if not self.facts.nodes[name].symbols <= self.facts.key_symbols:
+            return False
         if name in self.floats or self.home(name) == "alias":
             return not t.special and not t.unbacked and t.lazy == (False, False)
         return False

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch_bcg.graph.amounts import bytes_of
 from torch_bcg.graph.flow import Flow
 from torch_bcg.graph.values import (
+    Binding,
     EagerSegment,
     NumberSlot,
     Output,
@@ -63,6 +64,20 @@ def padding_lines(padding: Padding | None) -> list[str]:
     lines += wrapped("tried", list(map(str, padding.tried)), 2, 12)
     lines += wrapped("rows hold", [f"{a}: {n:g}" for a, n in padding.fills], 2, 12)
     return [*lines, ""]
+
+
+def binding_lines(bindings: Iterable[Binding]) -> list[str]:
+    """Per metadata class the kind of each field and why, then the fields that nobody reads."""
+    lines = []
+    for b in bindings:
+        lines.append(f"metadata {b.cls}")
+        lines += columns(
+            (f.name, f.kind + " (declared)" * f.declared, f.value, f.why)
+            for f in b.fields
+            if f.why or f.declared
+        )
+        lines += wrapped("unread", b.unread, 2, 10)
+    return lines
 
 
 def memory_lines(values: Iterable[Value], arguments: Sequence[str]) -> list[str]:

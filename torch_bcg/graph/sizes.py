@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -30,12 +31,14 @@ def compiled(
 
 
 def geometries(plan: Plan) -> Callable[..., Mapping[str, Geometry]]:
-    """A function of the key that gives the geometry of every tensor that ``plan`` names."""
+    """A function of the key that gives the geometry of every tensor that follows from the key."""
     cuts = [c for s in plan.segments for c in s.fronts]
     cuts += [o.front for o in plan.outputs if o.front is not None]
     specs = {c.name: c.spec for c in cuts}
     specs |= {v.name: v.spec for v in plan.values if v.spec is not None}
-    function = compiled(map(_tuple, specs.values()), [s for s, _, _ in plan.symbols])
+    symbols = [s for s, _, _ in plan.symbols]
+    specs = {name: spec for name, spec in specs.items() if symbols_of(spec) <= set(symbols)}
+    function = compiled(map(_tuple, specs.values()), symbols)
 
     def at(*key: int) -> Mapping[str, Geometry]:
         return cast("Mapping[str, Geometry]", dict(zip(specs, function(*key), strict=True)))
@@ -51,10 +54,30 @@ def at_sizes(
     return cast("Mapping[Any, Geometry]", dict(zip(specs, values, strict=True)))
 
 
+def symbols_of(spec: TensorSpec) -> set[str]:
+    """The symbols in a geometry."""
+    return set(re.findall(r"\b[su]\d+\b", _tuple(spec)))
+
+
 def _tuple(spec: TensorSpec) -> str:
     size = "".join(s + "," for s in spec.size)
     stride = "".join(s + "," for s in spec.stride)
     return f"(({size}), ({stride}), {spec.offset})"
+
+
+def call_sizes(plan: Plan, args: Sequence[Any]) -> dict[str, int]:
+    """Values of the symbols that are in no key, of one call."""
+    place = {name: i for i, name in enumerate(plan.arguments)}
+    given = [(s, args[place[argument]], dim) for s, argument, dim in plan.call_symbols]
+    return {s: x if dim < 0 else x.shape[dim] for s, x, dim in given}
+
+
+def call_geometries(plan: Plan, key: Sequence[int], args: Sequence[Any]) -> Mapping[str, Geometry]:
+    """Geometries of all tensors that ``plan`` names, in one call."""
+    sizes = dict(zip((s for s, _, _ in plan.symbols), key, strict=True)) | call_sizes(plan, args)
+    specs = {v.name: v.spec for v in plan.values if v.spec is not None}
+    specs = {name: spec for name, spec in specs.items() if symbols_of(spec) <= sizes.keys()}
+    return at_sizes(specs, list(sizes), list(sizes.values()))
 
 
 def key_reader(plan: Plan) -> Callable[[Sequence[Any]], tuple[int, ...]]:

@@ -237,6 +237,56 @@ class NumberSlot:
         return f"{self.source} from {', '.join(self.given)}" if self.given else self.source
 
 
+Kind = Literal[
+    "COPY",  # a tensor that recorded segments read: copied to its fixed address
+    "WRITTEN",  # a tensor that recorded segments write
+    "REBIND",  # a tensor or object that no recorded segment touches: each call's own
+    "EQUAL",  # a number that is the same in all calls
+    "FOLLOWS",  # any other number
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """How one field of a metadata object reaches a call.
+
+    Attributes:
+        name: its path in the object.
+        kind: see `Kind`.
+        declared: its author said so.
+        argument: the placeholder that it is, or "".
+        why: who reads or writes it: segment, node, ``file:line``; "": nobody.
+        shares: paths that hold the same tensor.
+        value: of what is no tensor.
+    """
+
+    name: str
+    kind: Kind
+    declared: bool = False
+    argument: str = ""
+    why: str = ""
+    shares: tuple[str, ...] = ()
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How the fields of one metadata object reach a call.
+
+    Attributes:
+        cls: its class, with the module.
+        fields: in the order of the class.
+    """
+
+    cls: str
+    fields: tuple[Field, ...]
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Fields that nobody in the graph reads."""
+        return tuple(f.name for f in self.fields if not f.why)
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """One leaf of what the compiled function returns.

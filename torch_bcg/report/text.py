@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch_bcg.graph.amounts import bytes_of
 from torch_bcg.graph.flow import Flow
 from torch_bcg.graph.ir import EagerSegment, Plan, Segment, Value
-from torch_bcg.graph.render import columns, padding_lines, returned, wrapped
+from torch_bcg.graph.render import binding_lines, columns, padding_lines, returned, wrapped
 from torch_bcg.graph.values import counted
 from torch_bcg.report.advice import Cause, causes
 from torch_bcg.report.fold import folded
@@ -18,8 +18,8 @@ NO_GRAPH = (
 )
 NOT_PROBED = (
     "Not probed: marks, schemas and fake tensors say this. An operation that reads the host and",
-    "does not say so is found by the first real call, which adds a cut for it; explain(compiled)",
-    "after that call shows it.",
+    "does not say so is found by the first real call, which adds a cut for it, and so is metadata",
+    "that a marked function reads by itself; explain(compiled) after that call shows both.",
 )
 PROBED = (
     "Probed: the first call looked for operations that read the host, wait for the device or keep",
@@ -55,6 +55,7 @@ def explained(plan: Plan) -> str:
         segments(plan),
         cuts(plan),
         memory(plan),
+        binding_lines(plan.bindings),
         padding(plan),
         numbers(plan),
         outputs(plan),
@@ -154,6 +155,7 @@ def numbers(plan: Plan) -> list[str]:
     padded = plan.padding.symbol if plan.padding and not plan.padding.refused else ""
     each = "each value records a program"
     rows = [(s, plan.read_at(s), "padded" if s == padded else each) for s, _, _ in plan.symbols]
+    rows += [(s, plan.read_at(s), "follows the call") for s, _, _ in plan.call_symbols]
     rows += [(str(n), n.dtype, "follows the call") for n in plan.number_slots]
     rows += [(v.name, "", "follows the call") for v in plan.values if v.home == "number"]
     rest = "  Any other number is a constant of the graph: Dynamo compares it at each call."

@@ -1,7 +1,7 @@
 """(Plan, key, static addresses) -> Program: takes memory and records. Runs no eager operation.
 
 Everything was decided before: this module walks the plan once and turns each recorded segment into
-a recording; `runtime.binding` makes the steps around them. Slots and recordings are made outside
+a recording; `runtime.calls` makes the steps around them. Slots and recordings are made outside
 inference mode, so that a call in any mode may write them.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch_bcg.errors import CaptureError
 from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.lower import failed_node
-from torch_bcg.runtime.binding import Bound, bind
+from torch_bcg.runtime.calls import Bound, bind
 from torch_bcg.runtime.device import no_collection
 from torch_bcg.runtime.fronts import Scene
 from torch_bcg.runtime.memory import Aliases

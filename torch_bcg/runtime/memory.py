@@ -259,7 +259,8 @@ class Aliases:
 
         Args:
             args: of a call.
-            places: (place, bytes, whether a copy will do) of those that are used where they are.
+            places: (place, bytes or -1 for all, whether a copy will do) of those that are used
+                where they are.
 
         Returns:
             The arguments, with copies where needed; None if a copy will not do.
@@ -267,7 +268,8 @@ class Aliases:
         ranges = [(t.data_ptr(), t.data_ptr() + t.numel()) for t in self.out]
         for place, size, copied in places:
             low = args[place].data_ptr()
-            if any(low < high and start < low + size for start, high in ranges):
+            end = low + (extent(args[place]) if size < 0 else size)
+            if any(low < high and start < end for start, high in ranges):
                 if not copied:
                     return None
                 args = [*args[:place], args[place].clone(), *args[place + 1 :]]

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from torch_bcg.counters import counters
 from torch_bcg.graph.ir import Plan
-from torch_bcg.runtime.binding import Bound
+from torch_bcg.runtime.calls import Bound
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.statics import Statics
+from torch_bcg.runtime.workspace import Workspace
 
 # Sizes of calls that the steps of one program are kept for.
 MOST_BOUND = 256
@@ -62,6 +65,12 @@ class Program:
                 del self.bound[next(iter(self.bound))]  # the one bound first
             bound = self.bound[key] = self.bind(key)
         return bound
+
+    def slot(self, name: str) -> Tensor:
+        """The memory that an argument is copied to."""
+        (space,) = (o for o in self.owners if isinstance(o, Workspace))
+        slot: Tensor = space.resolve(name)
+        return slot
 
     def replay(self, args: Sequence[Any], bound: Bound) -> tuple[Any, ...]:
         """One call: copy in, steps, outputs. The caller has checked key, addresses and overlaps."""

@@ -94,7 +94,7 @@ class Overlaps:
     pair in which one is copied and one is written can go wrong.
     """
 
-    moving: list[tuple[int, int, bool, bool]]  # place, bytes, copied, written
+    moving: list[tuple[int, int, bool, bool]]  # place, bytes (-1: not of the key), copied, written
     static: list[Range]
     static_written: list[Range]
 
@@ -103,7 +103,7 @@ class Overlaps:
         ranges: list[tuple[int, int, int, bool, bool]] = []
         for i, size, copied, written in self.moving:
             low = args[i].data_ptr()
-            high = low + size
+            high = low + (memory.extent(args[i]) if size < 0 else size)
             if copied and _meets(self.static if written else self.static_written, low, high):
                 return i, -1
             for j, low2, high2, copied2, written2 in ranges:
@@ -161,6 +161,8 @@ def overlaps_of(
     def extent(v: Value) -> int:
         assert v.spec is not None
         itemsize: int = getattr(torch, v.spec.dtype).itemsize
+        if v.name not in geometries:
+            return -1
         return memory.reach(*geometries[v.name][:2]) * itemsize
 
     return Overlaps(

@@ -39,10 +39,10 @@ def copy_in(cells: Cells, slots: Sequence[Tensor], places: Sequence[int]) -> Ste
         sources = [cells[p] for p in places]
         if all(s.data_ptr() != m[0] for s, m in zip(sources, members, strict=True)):
             torch._foreach_copy_(slots, sources)
-        else:
-            for source, (pointer, slot, _) in zip(sources, members, strict=True):
-                if source.data_ptr() != pointer:
-                    slot.copy_(source)
+            return
+        moved = [(m[1], s) for s, m in zip(sources, members, strict=True) if s.data_ptr() != m[0]]
+        if moved:
+            torch._foreach_copy_([slot for slot, _ in moved], [source for _, source in moved])
 
     return copy_many
 

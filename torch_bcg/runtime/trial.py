@@ -60,16 +60,17 @@ class Trial:
         lowering: Lowering,
         key: tuple[int, ...],
         padded: tuple[int, ...],
+        others: Mapping[str, int],
         again: bool = False,
     ) -> None:
         self.gm, self.plan, self.facts, self.lowering = gm, plan, facts, lowering
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         symbols = [s for s, _, _ in plan.symbols]
-        self.numbers = dict(zip(symbols, padded, strict=True))
+        self.numbers = dict(zip(symbols, padded, strict=True)) | dict(others)
         live = [s for s in plan.segments if isinstance(s, EagerSegment) and s.live]
         self.live = {n for s in live for n in s.nodes}
-        others = [n for n in facts.nodes if n not in self.live]
-        self.written_again = {s for n in others for s in facts.nodes[n].writes}
+        rest = [n for n in facts.nodes if n not in self.live]
+        self.written_again = {s for n in rest for s in facts.nodes[n].writes}
         specs = {
             (n, i): t.spec
             for n, f in facts.nodes.items()
@@ -77,7 +78,7 @@ class Trial:
             for i, t in enumerate(f.tensors)
             if not t.unbacked and not t.special
         }
-        self.geometries = at_sizes(specs, symbols, padded)
+        self.geometries = at_sizes(specs, list(self.numbers), list(self.numbers.values()))
         self.static = {v.name for v in plan.values if v.home == "static"}
         padding = plan.padding
         assert padding is not None

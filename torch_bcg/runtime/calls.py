@@ -45,7 +45,8 @@ class Bound:
         pad_rows: rows that are replayed though the call does not have them.
         overlaps: the check before a call, or None if nothing can go wrong.
         geometries: of the plan's tensors in such a call.
-        in_place: (place, bytes, may be a copy) of arguments that a replay uses where they are.
+        in_place: (place, bytes or -1 for all, may be a copy) of arguments that a replay uses where
+            they are.
     """
 
     loads: list[tuple[int, int]]
@@ -120,7 +121,9 @@ class _Binder(Fronts):
             if v.name not in self.place or v.spec is None:
                 continue
             if v.home == "reference" or (v.home == "slot" and v.written):
-                size = memory.reach(*self.live[v.name][:2]) * dtype_of(v.spec).itemsize
+                size = -1
+                if v.name in self.live:
+                    size = memory.reach(*self.live[v.name][:2]) * dtype_of(v.spec).itemsize
                 copied = not v.written and v.name not in returned
                 found.append((self.place[v.name], size, copied))
         return found

@@ -1,0 +1,257 @@
+"""Registration and `bind_metadata`: what is refused, what is seen inside, what is left behind."""
+
+import copy
+import dataclasses
+import pickle
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_bcg
+from metadata.models import Both, Core, Meta, make
+from torch_bcg.errors import BindingError
+from torch_bcg.metadata.registration import BOUND
+from torch_bcg.metadata.watching import reads_noted
+
+# registration
+
+
+@pytest.mark.parametrize(
+    ("lists", "says"),
+    [
+        ({"copy": ("slot",)}, "Meta has no field 'slot'"),
+        ({"rebind": ("core.tables",)}, "Meta has no field 'core.tables'"),
+        ({"equal": ("page_size",), "rebind": ("page_size",)}, "Meta.page_size is declared twice"),
+        ({"copy": ("core.",)}, "Meta has no field 'core.'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_list(lists, says):
+    with pytest.raises(BindingError, match=says.replace(".", r"\.")):
+        torch_bcg.register_metadata_binding(Meta, **lists)
+    assert not hasattr(Meta, BOUND)
+
+
+@pytest.mark.parametrize("cls", [int, object(), lambda: 0], ids=["int", "object", "function"])
+def test_only_dataclasses(cls):
+    with pytest.raises(BindingError, match="is no metadata class"):
+        torch_bcg.register_metadata_binding(cls)
+
+
+def test_a_name_that_only_an_object_can_tell(device):
+    """An annotation that cannot be resolved is looked at when an object is there."""
+
+    @dataclass
+    class Loose:
+        scale: Tensor
+        inner: "NoSuchName"  # noqa: F821
+
+    torch_bcg.register_metadata_binding(Loose, copy=("inner.missing",))
+    compiled = torch.compile(lambda x, md: x * md.scale * 2, backend="bcg")
+    md = Loose(torch.rand(4, device=device), Core(torch.ones(1), torch.ones(1)))
+    with torch.no_grad(), pytest.raises(Exception, match=r"Loose has no field 'inner\.missing'"):
+        compiled(torch.randn(3, 4, device=device), md)
+
+
+def test_registering_again_replaces():
+    first = torch_bcg.register_metadata_binding(Meta, equal=("heads",))
+    second = torch_bcg.register_metadata_binding(Meta)
+    first.remove()  # of which nothing is left
+    with torch_bcg.bind_metadata(make("cpu")):
+        pass
+    second.remove()
+    with (
+        pytest.raises(BindingError, match="Meta is not registered"),
+        torch_bcg.bind_metadata(make("cpu")),
+    ):
+        pass
+    assert not hasattr(Meta, BOUND)
+
+
+def test_what_is_bound_stays_registered():
+    handle = torch_bcg.register_metadata_binding(Meta)
+    with torch_bcg.bind_metadata(make("cpu")):
+        with pytest.raises(BindingError, match="Meta is bound"):
+            handle.remove()
+        with pytest.raises(BindingError, match="Meta is bound"):
+            torch_bcg.register_metadata_binding(Meta)
+
+
+# binding
+
+
+def test_inside_and_outside():
+    torch_bcg.register_metadata_binding(Meta)
+    md = make("cpu")
+    with torch_bcg.bind_metadata(md):
+        assert torch_bcg.current_metadata(Meta) is md
+    with pytest.raises(BindingError, match="No Meta is bound"):
+        torch_bcg.current_metadata(Meta)
+    with pytest.raises(BindingError, match="Core is not registered"):
+        torch_bcg.current_metadata(Core)
+
+
+def test_nested_binding_is_refused():
+    torch_bcg.register_metadata_binding(Meta)
+    torch_bcg.register_metadata_binding(Core)
+    md = make("cpu")
+    with torch_bcg.bind_metadata(md):
+        with (
+            pytest.raises(BindingError, match="A Meta is bound already"),
+            torch_bcg.bind_metadata(make("cpu")),
+        ):
+            pass
+        with torch_bcg.bind_metadata(md.core):  # another class
+            assert torch_bcg.current_metadata(Core) is md.core
+        assert torch_bcg.current_metadata(Meta) is md
+
+
+def test_concurrent_binding_is_refused():
+    torch_bcg.register_metadata_binding(Meta)
+    found = []
+
+    def other():
+        try:
+            with torch_bcg.bind_metadata(make("cpu")):
+                pass
+        except BindingError as error:
+            found.append(error)
+
+    with torch_bcg.bind_metadata(make("cpu")):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(found) == 1
+
+
+def test_an_error_inside_leaves_nothing_bound():
+    torch_bcg.register_metadata_binding(Meta)
+    md = make("cpu")
+    md.lengths = md.slots
+    with pytest.raises(ZeroDivisionError), torch_bcg.bind_metadata(md):
+        raise ZeroDivisionError
+    assert md.lengths is md.slots
+    with torch_bcg.bind_metadata(md):
+        pass
+
+
+def test_shared_tensors_are_distinct_inside_and_as_they_were_outside():
+    torch_bcg.register_metadata_binding(Meta)
+    md = make("cpu")
+    md.lengths = md.core.table = md.slots
+    torch._dynamo.mark_dynamic(md.slots, 0)
+    with torch_bcg.bind_metadata(md):
+        assert md.lengths is not md.slots
+        assert md.core.table is not md.lengths
+        assert md.lengths.data_ptr() == md.slots.data_ptr() == md.core.table.data_ptr()
+        assert md.lengths._dynamo_dynamic_indices == {0}
+        md.core.table = replaced = torch.ones(1)
+    assert md.lengths is md.slots
+    assert md.core.table is replaced
+
+
+def test_a_shared_tensor_in_a_tuple_is_refused():
+    @dataclass
+    class Pair:
+        both: tuple
+
+    torch_bcg.register_metadata_binding(Pair)
+    t = torch.ones(2)
+    pair = Pair((t, t))
+    with pytest.raises(BindingError, match="lies in a tuple"), torch_bcg.bind_metadata(pair):
+        pass
+    with torch_bcg.bind_metadata(Pair((t, torch.ones(2)))):
+        pass
+
+
+def test_frozen_and_slotted_classes(device):
+    @dataclass(frozen=True, slots=True)
+    class Frozen:
+        scale: Tensor
+        again: Tensor
+
+    torch_bcg.register_metadata_binding(Frozen)
+    compiled = torch.compile(
+        lambda x: x * torch_bcg.current_metadata(Frozen).scale[:, None] * 2, backend="bcg"
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            t, x = torch.rand(6, device=device), torch.randn(6, 4, device=device)
+            md = Frozen(t, t)
+            with torch_bcg.bind_metadata(md):
+                assert torch.equal(compiled(x), x * t[:, None] * 2)
+            assert md.again is t
+
+
+def test_a_subclass_is_bound_for_what_it_inherits_from():
+    class Special(Meta):
+        pass
+
+    torch_bcg.register_metadata_binding(Meta, equal=("heads",))
+    base = make("cpu")
+    special = Special(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
+    with torch_bcg.bind_metadata(special):
+        assert torch_bcg.current_metadata(Meta) is special
+        assert torch_bcg.current_metadata(Special) is special
+    with torch_bcg.bind_metadata(base), pytest.raises(BindingError, match="No Special is bound"):
+        torch_bcg.current_metadata(Special)
+
+
+# what marked functions read by themselves
+
+
+def test_reads_are_noted_and_the_class_is_as_it_was():
+    torch_bcg.register_metadata_binding(Meta)
+    md = make("cpu")
+    with torch_bcg.bind_metadata(md), reads_noted() as noted:
+        _ = md.slots, md.core.table, md.tags
+        assert type(md) is Meta
+        assert pickle.loads(pickle.dumps(md.page_size)) == 16
+        twin = copy.copy(md)
+        assert type(dataclasses.replace(md)) is Meta
+    assert "__getattribute__" not in {*vars(Meta), *vars(Core)}
+    assert {(Meta, "slots"), (Meta, "core.table")} <= noted
+    assert type(twin) is Meta
+
+
+def test_a_class_with_a_getattribute_of_its_own_keeps_it():
+    @dataclass
+    class Own:
+        scale: int
+
+        def __getattribute__(self, name):
+            value = object.__getattribute__(self, name)
+            return value + 1 if name == "scale" else value
+
+    torch_bcg.register_metadata_binding(Own)
+    own = Own.__getattribute__
+    with torch_bcg.bind_metadata(Own(1)), reads_noted() as noted:
+        assert torch_bcg.current_metadata(Own).scale == 2
+    assert Own.__getattribute__ is own
+    assert noted == {(Own, "scale")}
+
+
+def test_an_exception_in_the_probe_leaves_the_class_as_it_was(device):
+    @torch_bcg.eager_on_graph(mutates_args=("out",), name="meta::fails_once")
+    def fails_once(q: Tensor, out: Tensor) -> None:
+        if failures:
+            raise ZeroDivisionError(failures.pop())
+        out.copy_(q * torch_bcg.current_metadata(Meta).lengths.sum())
+
+    def fn(x, pool):
+        q = x * 2
+        out = torch.empty_like(q)
+        fails_once(q, out)
+        return out + 1
+
+    failures = ["once"]
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(device, fn)
+    with pytest.raises(ZeroDivisionError):
+        both(make(device))
+    assert "__getattribute__" not in vars(Meta)
+    for _ in range(3):
+        both(make(device))

@@ -1,0 +1,351 @@
+"""`refresh`: what is copied, bound, compared and left alone; and that a mistake changes nothing."""
+
+import copy
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_bcg
+from metadata.models import Both, Core, Meta, make
+from torch_bcg.errors import BCGError, BindingError
+from torch_bcg.metadata import refresh
+from twin import counted
+
+ALL = {"copy": ("slots", "scale", "core.table", "bias"), "rebind": ("lengths", "core.counts"),
+       "written": ("scores",), "equal": ("page_size",)}  # fmt: skip
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_kind(device):
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured, live = make(device), make(device, requests=5, heads=7, tags=["a"])
+    live.core.table = torch.randint(9, (2, 5), device=device)
+    before = dataclasses.replace(captured), captured.core
+    table, scores = captured.core.table, captured.scores.fill_(3)
+    with Operators() as operators:
+        refresh(captured, live)
+    assert operators.found == {"_foreach_copy_": 2}  # float32 and int64
+    assert captured.slots is before[0].slots
+    assert captured.core is before[1]
+    assert captured.core.table is table
+    assert torch.equal(captured.slots, live.slots)
+    assert torch.equal(captured.core.table, live.core.table)
+    assert captured.lengths is live.lengths
+    assert captured.core.counts is live.core.counts
+    assert captured.scores is scores
+    assert scores.eq(3).all()
+    assert (captured.heads, captured.tags) == (7, ["a"])
+
+
+def test_what_graphs_have_shown(device):
+    torch_bcg.register_metadata_binding(Meta, equal=("page_size",))
+    both = Both(device)
+    captured = make(device)
+    pointers = None
+    for i in range(5):
+        live = make(device, requests=1 + i)
+        if i:
+            refresh(captured, live)
+        both(captured, live=live if i else None)
+        now = captured.slots.data_ptr(), captured.scale.data_ptr(), captured.scores.data_ptr()
+        assert pointers in (None, now)
+        pointers = now
+        if i:
+            assert captured.lengths is live.lengths
+
+
+def test_a_thousand_refreshes(device):
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(device)
+    for _ in range(2):
+        both(make(device))
+    (program,) = torch_bcg.programs(both.compiled)
+    captured = program.captured(make(device))
+    pointers = [t.data_ptr() for t in (captured.slots, captured.scale, captured.scores)]
+    with counted() as counts:
+        for i in range(1000):
+            live = make(device)
+            refresh(captured, live)
+            if i % 100 == 0:
+                live.scores = torch.empty_like(live.scores)
+                both(captured, live=live)
+    assert [t.data_ptr() for t in (captured.slots, captured.scale, captured.scores)] == pointers
+    assert (counts.probes, counts.captures, counts.replays) == (0, 0, 10)
+
+
+@pytest.mark.cuda
+def test_no_host_synchronisation():
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured, live = make("cuda"), make("cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            refresh(captured, live)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_slots_are_not_copied_twice(device):
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(device)
+    for _ in range(2):
+        both(make(device))
+    (program,) = torch_bcg.programs(both.compiled)
+    live = make(device)
+    captured = program.captured(live)
+    assert torch.equal(captured.slots, live.slots)
+    assert captured.slots.data_ptr() != live.slots.data_ptr()
+    assert captured.core is not live.core
+    assert captured.core.table is live.core.table
+    x = torch.randn(6, 4, device=device)
+    copies = []
+    for md in (captured, make(device)):
+        with torch_bcg.bind_metadata(md), torch.no_grad(), torch.profiler.profile() as profile:
+            both.compiled(x, both.pools[0])
+        found = {e.key: e.count for e in profile.key_averages()}
+        copies.append(found.get("aten::_foreach_copy_", 0) + found.get("aten::copy_", 0))
+    assert copies[0] < copies[1]
+
+
+def test_only_a_program_that_reads_the_class(device):
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(device)
+    for _ in range(2):
+        both(make(device))
+    (program,) = torch_bcg.programs(both.compiled)
+    with pytest.raises(BCGError, match="metadata"):
+        program.captured(make(device).core)
+    with pytest.raises(BindingError, match=r"Meta\.(slots|scale|scores) cannot be refreshed"):
+        program.captured(make(device, rows=5))
+    torch_bcg.reset(both.compiled)
+    with pytest.raises(BCGError, match="metadata"):
+        program.captured(make(device))
+
+
+# mistakes
+
+
+def another(device, **more):
+    return dataclasses.replace(make(device), **more)
+
+
+MISTAKES = {
+    "another class": (lambda d: make(d).core, "Meta cannot be refreshed"),
+    "a subclass": (
+        lambda d: type("Sub", (Meta,), {})(**vars(make(d))), "Meta cannot be refreshed"
+    ),
+    "another number": (lambda d: another(d, page_size=8), "page_size is declared equal"),
+    "fewer rows": (lambda d: another(d, slots=make(d).slots[:5]), "slots cannot be refreshed"),
+    "one row, which would be broadcast": (
+        lambda d: another(d, scale=make(d).scale[:1]), "scale cannot be refreshed"
+    ),
+    "another width": (
+        lambda d: another(d, core=Core(make(d).core.table[:, :3], make(d).core.counts)),
+        r"core\.table cannot be refreshed",
+    ),
+    "another dtype": (lambda d: another(d, slots=make(d).slots.int()), "slots cannot be refreshed"),
+    "another device": (
+        lambda d: another(d, slots=make(d).slots.to("meta")), "slots cannot be refreshed"
+    ),
+    "None": (lambda d: another(d, slots=None), "slots cannot be refreshed"),
+    "no longer None": (lambda d: another(d, bias=torch.ones(6)), "bias cannot be refreshed"),
+    "None where it is bound": (lambda d: another(d, lengths=None), "lengths cannot be refreshed"),
+    "no nested object": (lambda d: another(d, core=None), "core cannot be refreshed"),
+    "a number for a tensor": (lambda d: another(d, slots=3), "slots cannot be refreshed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_an_error_that_names_the_field_and_changes_nothing(device, name):
+    make_live, says = MISTAKES[name]
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured = make(device)
+    before = copy.deepcopy(captured)
+    lengths = captured.lengths
+    with pytest.raises(BindingError, match=says):
+        refresh(captured, make_live(device))
+    assert captured.lengths is lengths
+    for name in ("slots", "scale", "scores"):
+        assert torch.equal(getattr(captured, name), getattr(before, name))
+    assert captured.page_size == 16
+
+
+def test_nothing_known_is_an_error():
+    torch_bcg.register_metadata_binding(Meta, copy=("slots", "scale", "core"))
+    with pytest.raises(BindingError, match=r"Nothing is known of Meta\.lengths"):
+        refresh(make("cpu"), make("cpu"))
+
+
+def test_a_new_field_is_handled_or_refused(device):
+    @dataclass
+    class More(Meta):
+        extra: Tensor | None = None
+
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+
+    def more(value):
+        md = make(device)
+        return More(**{f.name: getattr(md, f.name) for f in dataclasses.fields(md)}, extra=value)
+
+    with pytest.raises(BindingError, match=r"Nothing is known of More\.extra"):
+        refresh(more(torch.ones(2)), more(torch.ones(2)))
+    torch_bcg.register_metadata_binding(More, copy=("extra",))
+    captured, live = more(torch.ones(2)), more(torch.zeros(2))
+    refresh(captured, live)
+    assert torch.equal(captured.extra, live.extra)
+    assert captured.lengths is live.lengths  # as the class it inherits from declares
+
+
+# memory that is shared
+
+
+def test_one_tensor_under_two_names(device):
+    torch_bcg.register_metadata_binding(Meta, copy=("slots", "lengths"), rebind=("core",),
+                                        written=("scores", "scale"))  # fmt: skip
+    captured, live = make(device, requests=6), make(device, requests=6)
+    captured.lengths = captured.slots
+    with pytest.raises(BindingError, match=r"lengths cannot be refreshed"):
+        refresh(captured, live)
+    live.lengths = live.slots
+    refresh(captured, live)
+    assert torch.equal(captured.slots, live.slots)
+
+
+def test_a_copied_and_a_bound_name_of_one_tensor(device):
+    torch_bcg.register_metadata_binding(Meta, copy=("slots",), rebind=("lengths", "core"),
+                                        written=("scores", "scale"))  # fmt: skip
+    captured, live = make(device, requests=6), make(device, requests=6)
+    captured.lengths = slots = captured.slots
+    refresh(captured, live)
+    assert captured.slots is slots
+    assert torch.equal(slots, live.slots)
+    assert captured.lengths is live.lengths
+
+
+def test_what_was_captured_crosswise(device):
+    """Each field's new value is the other's memory."""
+    torch_bcg.register_metadata_binding(Meta, copy=("slots", "lengths"), rebind=("core",),
+                                        written=("scores", "scale"))  # fmt: skip
+    captured = make(device, requests=6)
+    slots, lengths = captured.slots.clone(), captured.lengths.clone()
+    live = dataclasses.replace(captured, slots=captured.lengths, lengths=captured.slots)
+    refresh(captured, live)
+    assert torch.equal(captured.slots, lengths)
+    assert torch.equal(captured.lengths, slots)
+
+
+def test_the_object_itself(device):
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured = make(device)
+    before = copy.deepcopy(captured)
+    refresh(captured, captured)
+    assert torch.equal(captured.slots, before.slots)
+
+
+def test_captured_tensors_that_are_replaced(device):
+    """Whoever replaces a tensor of the captured object is served at the new one."""
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured = make(device)
+    for rows in (6, 6, 4, 6):
+        captured.slots = torch.zeros(rows, dtype=torch.int64, device=device)
+        live = make(device)
+        live.slots = live.slots[:rows].clone()
+        refresh(captured, live)
+        assert torch.equal(captured.slots, live.slots)
+
+
+# containers
+
+
+@dataclass
+class Tables:
+    pages: list
+    names: list
+    plans: dict
+    pair: tuple
+
+
+def tables(device, n=2, names=2, key="c4"):
+    return Tables(
+        [torch.rand(3, device=device) for _ in range(n)], [f"request {i}" for i in range(names)],
+        {key: torch.rand(2, device=device)}, (torch.rand(2, device=device), 1),
+    )  # fmt: skip
+
+
+def test_containers(device):
+    torch_bcg.register_metadata_binding(Tables, copy=("pages", "plans"), rebind=("pair", "names"))
+    captured = tables(device)
+    pages, plans = list(captured.pages), captured.plans
+    for names in (2, 5, 0):
+        live = tables(device, names=names)
+        refresh(captured, live)
+        assert all(a is b for a, b in zip(captured.pages, pages, strict=True))
+        assert captured.plans is plans
+        assert torch.equal(captured.pages[1], live.pages[1])
+        assert torch.equal(captured.plans["c4"], live.plans["c4"])
+        assert captured.names is live.names
+        assert captured.pair is live.pair
+    for wrong in (tables(device, n=3), tables(device, key="c128")):
+        with pytest.raises(BindingError, match="cannot be refreshed"):
+            refresh(captured, wrong)
+
+
+def test_an_item_of_a_list_that_is_copied(device):
+    torch_bcg.register_metadata_binding(
+        Tables, copy=("pages[0]",), rebind=("pages", "plans", "pair")
+    )
+    captured, live = tables(device), tables(device)
+    first = captured.pages[0]
+    refresh(captured, live)
+    assert captured.pages[0] is first
+    assert torch.equal(first, live.pages[0])
+    assert captured.pages[1] is live.pages[1]
+
+
+def test_an_object_that_is_bound_as_one(device):
+    torch_bcg.register_metadata_binding(Meta, **{**ALL, "copy": ("slots", "scale", "bias"),
+                                                 "rebind": ("lengths", "core")})  # fmt: skip
+    captured, live = make(device), make(device, requests=4)
+    refresh(captured, live)
+    assert captured.core is live.core
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_object_of_a_program_is_used_in_the_mode_it_was_made_for(device, inference):
+    """Dynamo tells inference tensors from others; a refresh may come in either mode."""
+    torch_bcg.register_metadata_binding(Meta, copy=("lengths",))
+    both = Both(device)
+    mode = torch.inference_mode if inference else torch.no_grad
+    with mode():
+        for _ in range(2):
+            both(make(device))
+        (program,) = torch_bcg.programs(both.compiled)
+        live = make(device)
+        captured = program.captured(live)
+        lengths = live.lengths.clone()
+    refresh(captured, make(device))
+    assert torch.equal(live.lengths, lengths)  # a copy of its own: nobody's but the captured one's
+    with mode(), counted() as counts:
+        for _ in range(3):
+            live = make(device)
+            refresh(captured, live)
+            live.scores = torch.empty_like(live.scores)
+            both(captured, live=live)
+    assert (counts.probes, counts.replays) == (0, 3)

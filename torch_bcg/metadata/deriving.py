@@ -1,0 +1,212 @@
+"""The pass: plan and metadata objects of one graph -> how each field reaches a call.
+
+A field that a recorded segment reads is read at a fixed address, whatever object a call brings;
+one that no recorded segment touches may be another object at each call. Both follow from the plan,
+so a declaration can be refused before it is silently wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch_bcg.errors import BindingError
+from torch_bcg.graph.ir import Binding, EagerSegment, Field, GraphSegment, Plan, Segment
+from torch_bcg.graph.known import Facts
+from torch_bcg.graph.lower import Lowering
+from torch_bcg.graph.sorting import where
+from torch_bcg.graph.values import Kind
+from torch_bcg.metadata.instances import Instance
+from torch_bcg.metadata.registration import Declared, Shown, declared_kind, declared_of
+
+_STRENGTH: tuple[Kind, ...] = ("REBIND", "COPY", "WRITTEN")
+
+
+def with_bindings(
+    plan: Plan,
+    facts: Facts,
+    lowering: Lowering,
+    instances: Sequence[Instance],
+    ambient: frozenset[tuple[type, str]] = frozenset(),
+) -> Plan:
+    """``plan`` with `Plan.bindings`.
+
+    Args:
+        plan: of the graph.
+        facts: of its nodes.
+        lowering: its nodes.
+        instances: the metadata objects that it was made for.
+        ambient: (class, path) that marked functions read by themselves in the probe.
+
+    Raises:
+        BindingError: what is declared of a field would be silently wrong in this graph.
+    """
+    deriver = _Deriver(plan, facts, lowering, ambient)
+    return dataclasses.replace(plan, bindings=tuple(map(deriver.binding, instances)))
+
+
+def shown_by(plan: Plan, instances: Sequence[Instance]) -> Mapping[type, Shown]:
+    """What a plan shows of each class, for `registration.remember`."""
+    found: dict[type, Shown] = {}
+    for instance, binding in zip(instances, plan.bindings, strict=True):
+        before = found.get(instance.cls, Shown())
+        kinds = {f.name: f.kind for f in binding.fields}
+        for name, kind in before.kinds.items():
+            if kind in _STRENGTH and kinds.get(name) in _STRENGTH:
+                kinds[name] = max(kind, kinds[name], key=_STRENGTH.index)
+            else:
+                kinds.setdefault(name, kind)
+        equal = {n: instance.numbers[n] for n, kind in kinds.items() if kind == "EQUAL"}
+        constants = {path: instance.numbers[path] for path in instance.constants}
+        found[instance.cls] = Shown(
+            kinds,
+            {**before.equal, **equal},
+            {**before.constants, **constants},
+            before.arguments | instance.arguments.keys(),
+        )
+    return found
+
+
+class _Deriver:
+    """Kinds of the fields of one graph's metadata."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        facts: Facts,
+        lowering: Lowering,
+        ambient: frozenset[tuple[type, str]],
+    ) -> None:
+        self.plan, self.facts, self.lowering, self.ambient = plan, facts, lowering, ambient
+        self.values = {v.name: v for v in plan.values}
+
+    def binding(self, instance: Instance) -> Binding:
+        """One object's fields, each derived, then compared with what is declared."""
+        declared = declared_of(instance.parts)
+        for name in declared:
+            _check_found(instance, name)
+        derived = {path: self.derived(instance, path) for path in instance.what}
+        for group in instance.shared:
+            strongest = max(group, key=lambda p: _STRENGTH.index(derived[p].kind))
+            for path in group:
+                others = tuple(p for p in group if p != path)
+                if derived[path].kind != derived[strongest].kind:
+                    why = f"as {strongest}, whose tensor it holds: {derived[strongest].why}"
+                    derived[path] = dataclasses.replace(
+                        derived[path], kind=derived[strongest].kind, why=why
+                    )
+                derived[path] = dataclasses.replace(derived[path], shares=others)
+        fields = [
+            self.compared(instance, field, declared_kind(path, declared))
+            for path, field in derived.items()
+        ]
+        return Binding(f"{instance.cls.__module__}.{instance.cls.__qualname__}", tuple(fields))
+
+    def derived(self, instance: Instance, path: str) -> Field:
+        """What the graph shows of one field."""
+        argument = instance.arguments.get(path, "")
+        ambient = (instance.cls, path) in self.ambient
+        if instance.what[path] != "tensor":
+            return self.number(instance, path, argument, ambient)
+        kind, why = self.of_tensor(argument)
+        if ambient and not why:
+            why = "a marked function reads it by itself"
+        return Field(path, kind, argument=argument, why=why)
+
+    def number(self, instance: Instance, path: str, argument: str, ambient: bool) -> Field:
+        """A number, None or another object: nothing of it lies at an address."""
+        kind: Kind = "FOLLOWS" if instance.what[path] == "number" else "REBIND"
+        why = ""
+        if path in instance.constants:
+            why = "traced code read it: a graph for each value"
+        elif argument and any(argument in s for s in self.plan.symbols):
+            why = f"in the key, as {argument}: a program for each value"
+        elif argument:
+            why = f"argument {argument}"
+        elif ambient:
+            why = "a marked function reads it by itself"
+        return Field(path, kind, argument=argument, why=why, value=repr(instance.numbers[path]))
+
+    def of_tensor(self, argument: str) -> tuple[Kind, str]:
+        """Kind of a tensor argument, and where that shows."""
+        value = self.values.get(argument)
+        if value is None:
+            return "REBIND", ""
+        recorded = [s for s in self.plan.segments if isinstance(s, GraphSegment)]
+        for s in recorded:
+            if value.storage in s.writes:
+                return "WRITTEN", self.spot(s, value.storage, "writes")
+        if value.home in ("slot", "static"):
+            for s in recorded:
+                spot = self.spot(s, value.storage, "reads")
+                if spot:
+                    return "COPY", spot
+            return "COPY", "recorded"
+        for eager in self.plan.segments:
+            spot = self.spot(eager, value.storage, "reads")
+            if isinstance(eager, EagerSegment) and spot:
+                return "REBIND", spot
+        return "REBIND", "passed on"
+
+    def spot(self, segment: Segment, storage: int, verb: str) -> str:
+        """``segment 3 reads it, in add (model.py:12)``, or "" where it does not."""
+        for name in segment.nodes:
+            f = self.facts.nodes[name]
+            if storage in (f.writes if verb == "writes" else f.reads | f.writes):
+                place = where(self.lowering.nodes[name])
+                return (
+                    f"segment {segment.index} {verb} it, in {name}{f', {place}' if place else ''}"
+                )
+        return ""
+
+    def compared(self, instance: Instance, field: Field, declared: Declared | None) -> Field:
+        """The field as declared, where that is safe."""
+        if declared is None or instance.what[field.name] == "none":
+            return field
+        tensor = instance.what[field.name] == "tensor"
+        if declared == "EQUAL" and tensor:
+            raise _unsafe(instance, field, declared, "a number: comparing a tensor reads the host")
+        if declared in ("COPY", "WRITTEN") and not tensor:
+            raise _unsafe(instance, field, declared, "a tensor")
+        if declared == "REBIND" and field.kind in ("COPY", "WRITTEN"):
+            raise _unsafe(instance, field, declared, "a field that no recorded segment touches")
+        if declared == "WRITTEN" and not self.is_written(field):
+            raise _unsafe(instance, field, declared, "a field that this graph writes")
+        kind: Kind = "FOLLOWS" if declared == "REBIND" and field.kind == "FOLLOWS" else declared
+        return dataclasses.replace(field, kind=kind, declared=True)
+
+    def is_written(self, field: Field) -> bool:
+        """Whether the graph writes a field, or cannot tell since it never meets it."""
+        value = self.values.get(field.argument)
+        return (
+            field.kind == "WRITTEN"
+            or value is None
+            or any(value.storage in s.writes for s in self.plan.segments)
+        )
+
+
+def _check_found(instance: Instance, name: str) -> None:
+    """Refuses a declared name that this object does not have."""
+    for path, what in instance.what.items():
+        if declared_kind(path, {name: "COPY"}) or (what == "none" and name.startswith(path)):
+            return
+    if name in instance.parts:
+        return
+    raise BindingError(
+        f"{instance.cls.__name__} has no field '{name}'.",
+        where=f"register_metadata_binding({instance.cls.__name__}, ...)",
+        expected=f"fields: {', '.join(instance.what)}",
+        found=repr(name),
+        fix="Name fields; those in a nested dataclass with a dot, as in 'core.page_table'.",
+    )
+
+
+def _unsafe(instance: Instance, field: Field, declared: Declared, expected: str) -> BindingError:
+    name = f"{instance.cls.__name__}.{field.name}"
+    return BindingError(
+        f"{name} is declared {declared}, which would be wrong in this graph.",
+        where=field.why or name,
+        expected=expected,
+        found=f"{field.kind}: {field.why}" if field.why else instance.what[field.name],
+        fix=f"Take it out of {declared.lower()}=; what is not declared is derived.",
+    )
