@@ -425,3 +425,55 @@ def test_pad_zoo_spreads_few_lengths_over_the_sweep(module):
     assert spread(2, 80, 4) == [2, 28, 54, 80]
     assert len(spread(2, 80, 12)) == 12
     assert spread(2, 4, 12) == [2, 3, 4]
+
+
+def test_refresh_is_timed_beside_a_loop(module, tmp_path, capsys):
+    bench = module("bench_metadata_refresh")
+    given = ["--device", "cpu", "--repeats", "3", "--rows", "8", "--out", str(tmp_path)]
+    assert bench.main(given) == 0
+    written = json.loads((tmp_path / "metadata_refresh.json").read_text())
+    found = {(r["variant"], r["params"]["time"]) for r in written["records"]}
+    assert found == {(v, t) for v in ("refresh", "loop", "foreach") for t in ("host", "wall")}
+    (claim,) = written["claims"]
+    assert claim["met"] is None
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged on a CPU")
+
+
+def copies_nothing(captured, live, refresh):
+    pass
+
+
+def moves_a_tensor(captured, live, refresh):
+    refresh(captured, live)
+    captured.keys = live.keys.clone()
+
+
+def binds_another(captured, live, refresh):
+    refresh(captured, live)
+    captured.cache = captured.cache.clone()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (copies_nothing, "refresh is wrong: core.slots"),
+        (moves_a_tensor, "a tensor has moved"),
+        (binds_another, "is not bound anew"),
+    ],
+)
+def test_refuses_a_wrong_refresh(module, monkeypatch, tmp_path, capsys, wrong, says):
+    bench = module("bench_metadata_refresh")
+    refresh = bench.refresh
+    monkeypatch.setattr(bench, "refresh", lambda captured, live: wrong(captured, live, refresh))
+    given = ["--device", "cpu", "--repeats", "2", "--rows", "64", "--out", str(tmp_path)]
+    assert bench.main(given) == 1
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_refresh_is_judged_by_time_and_launches(module):
+    judge = module("bench_metadata_refresh").judge
+    p50 = {("refresh", "host"): 26.0, ("loop", "host"): 100.0}
+    assert [c["met"] for c in judge(p50, {"refresh": 2}, claimed=True)] == [False, True]
+    assert [c["met"] for c in judge(p50, {"refresh": 3}, claimed=True)] == [False, False]
+    assert len(judge(p50, {"refresh": None}, claimed=True)) == 1

@@ -126,7 +126,7 @@ def _distinct(real: Tensor) -> Tensor:
     Of one with a static address it is always the same: a program is known by such objects.
     """
     static = hasattr(real, "_dynamo_static_input_type")
-    known = _of_static.get(real) if static else None
+    known: Tensor | None = _of_static.get(real) if static else None
     if known is not None and known.data_ptr() == real.data_ptr():
         return known
     distinct = real.detach()
