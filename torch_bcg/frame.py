@@ -154,7 +154,7 @@ def _let_follow(instance: Instance) -> None:
     """
     config = torch.compiler.config
     for path, text in instance.constants.items():
-        value = instance.numbers[path]
+        value = instance.numbers.get(path)
         if type(value) is not int or declared_kind(path, declared_of(instance.parts)) == "EQUAL":
             continue
         seen = [shown.constants.get(path, value) for shown in shown_of(instance.cls)]

@@ -13,6 +13,7 @@ from torch import Tensor
 import torch_bcg
 from metadata.models import Both, Core, Meta, make
 from torch_bcg.errors import BindingError
+from torch_bcg.metadata import schema
 from torch_bcg.metadata.registration import BOUND
 from torch_bcg.metadata.watching import reads_noted
 
@@ -198,6 +199,16 @@ def test_a_subclass_is_bound_for_what_it_inherits_from():
         assert torch_bcg.current_metadata(Special) is special
     with torch_bcg.bind_metadata(base), pytest.raises(BindingError, match="No Special is bound"):
         torch_bcg.current_metadata(Special)
+
+
+def test_fields_are_found_whatever_objects_of_the_class_held_before():
+    """What is known of a class is looked at again for each object."""
+    for tags in ([], [1, 2], [torch.ones(1)], [], [[torch.ones(1)]], {"a": torch.ones(1)}, None):
+        md = make("cpu", tags=tags, bias=tags and torch.ones(1))
+        found = schema.leaves(md)
+        tensors = [p for p, x in found.items() if p.startswith("tags") and isinstance(x, Tensor)]
+        assert len(tensors) == ("tensor(" in repr(tags))
+        assert isinstance(found["bias"], Tensor) == bool(tags)
 
 
 # what marked functions read by themselves

@@ -578,3 +578,26 @@ def test_an_integer_that_changed_once_follows_the_call(device, kind):
 def times(x: Tensor, out: Tensor, n: int) -> None:
     """A number as an argument."""
     out.copy_(x * n)
+
+
+def test_a_list_of_numbers_is_one_field(device):
+    """As an engine keeps lengths on the host: of another length at each step."""
+
+    @dataclass
+    class OnHost:
+        scale: Tensor
+        lengths: list
+        mode: torch.dtype = torch.float32
+
+    torch_bcg.register_metadata_binding(OnHost, equal=("mode",))
+    compiled = torch.compile(lambda x, md: plus_one(x * md.scale[:, None]) * 2, backend="bcg")
+    with torch.no_grad(), counted() as counts:
+        for i in range(5):
+            md = OnHost(torch.rand(6, device=device), list(range(i)))
+            compiled(torch.randn(6, 4, device=device), md)
+    assert counts.replays == 4
+    (binding,) = torch_bcg.explain(compiled).plans[0].bindings
+    fields = {f.name: (f.kind, f.value) for f in binding.fields}
+    assert fields == {
+        "scale": ("COPY", ""), "lengths": ("REBIND", ""), "mode": ("EQUAL", "torch.float32")
+    }  # fmt: skip

@@ -56,8 +56,8 @@ def shown_by(plan: Plan, instances: Sequence[Instance]) -> Mapping[type, Shown]:
                 kinds[name] = max(kind, kinds[name], key=_STRENGTH.index)
             else:
                 kinds.setdefault(name, kind)
-        equal = {n: instance.numbers[n] for n, kind in kinds.items() if kind == "EQUAL"}
-        constants = {path: instance.numbers[path] for path in instance.constants}
+        equal = {n: instance.numbers.get(n) for n, kind in kinds.items() if kind == "EQUAL"}
+        constants = {path: instance.numbers.get(path) for path in instance.constants}
         found[instance.cls] = Shown(
             kinds,
             {**before.equal, **equal},
@@ -125,7 +125,8 @@ class _Deriver:
             why = f"argument {argument}"
         elif ambient:
             why = "a marked function reads it by itself"
-        return Field(path, kind, argument=argument, why=why, value=repr(instance.numbers[path]))
+        value = repr(instance.numbers[path]) if path in instance.numbers else ""
+        return Field(path, kind, argument=argument, why=why, value=value)
 
     def of_tensor(self, argument: str) -> tuple[Kind, str]:
         """Kind of a tensor argument, and where that shows."""
@@ -164,8 +165,8 @@ class _Deriver:
         if declared is None or instance.what[field.name] == "none":
             return field
         tensor = instance.what[field.name] == "tensor"
-        if declared == "EQUAL" and tensor:
-            raise _unsafe(instance, field, declared, "a number: comparing a tensor reads the host")
+        if declared == "EQUAL" and instance.what[field.name] != "number":
+            raise _unsafe(instance, field, declared, "a number: to compare a tensor reads the host")
         if declared in ("COPY", "WRITTEN") and not tensor:
             raise _unsafe(instance, field, declared, "a tensor")
         if declared == "REBIND" and field.kind in ("COPY", "WRITTEN"):

@@ -22,7 +22,7 @@ class Instance:
     Attributes:
         cls: its class.
         what: what each path holds.
-        numbers: of those that are no tensors, what they hold.
+        numbers: values of those that are numbers, or otherwise the same for as long as they are.
         parts: classes of the dataclass objects in it, itself included.
         shared: groups of paths that hold one tensor.
         arguments: path -> placeholder of the graph.
@@ -70,7 +70,7 @@ def instance_of(metadata: object) -> Instance:
     return Instance(
         type(metadata),
         {path: _what(value) for path, value in held.items()},
-        {path: value for path, value in held.items() if not isinstance(value, Tensor)},
+        {path: value for path, value in held.items() if isinstance(value, Numbers)},
         {path: type(part) for path, part in parts(metadata).items()},
         tuple(map(tuple, shared(metadata))),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
 import re
 import types
@@ -15,13 +16,14 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from torch_bcg.errors import BindingError
 
 T = TypeVar("T")
 Getter = Callable[[Any], tuple[Any, ...]]
-Numbers = (bool, int, float, str)
+Numbers = (bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 
 
 def leaves(instance: object) -> dict[str, Any]:
@@ -63,7 +65,13 @@ def _layout_of(instance: object) -> _Layout:
     layout = _layouts.get(type(instance))
     if layout is None or not fits(instance, layout.structure_of, layout.structure):
         found = dict(_leaves(instance, ""))
-        structure_of = structured(instance, lambda path: f"type(x.{path})" if path in found else "")
+
+        def asked(path: str) -> str:
+            kind = f"type(x.{path})"
+            container = isinstance(found.get(path), (list, tuple, dict))
+            return (f"({kind}, holds(x.{path}))" if container else kind) if path in found else ""
+
+        structure_of = structured(instance, asked)
         layout = _layouts[type(instance)] = _Layout(
             tuple(found),
             structure_of(instance),
@@ -88,7 +96,7 @@ def fits(instance: object, structure_of: Getter, structure: tuple[object, ...]) 
 def tuple_of(expressions: Iterable[str]) -> Getter:
     """A function from an object ``x`` to these, in order."""
     source = f"lambda x: ({''.join(e + ', ' for e in expressions)})"
-    function: Getter = eval(compile(source, "<fields>", "eval"), {"Tensor": Tensor})
+    function: Getter = eval(compile(source, "<fields>", "eval"), {"Tensor": Tensor, "holds": holds})
     return function
 
 
@@ -116,14 +124,25 @@ def structured(instance: object, ending: Callable[[str], str]) -> Getter:
 
 
 def items(x: object, path: str) -> Iterator[tuple[str, Any]]:
-    """What one dataclass or container holds, by path; nothing of anything else."""
+    """What one dataclass, or one container of tensors, holds, by path; nothing of anything else."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         for field in dataclasses.fields(x):
             yield f"{path}.{field.name}".removeprefix("."), getattr(x, field.name, None)
-    elif isinstance(x, (list, tuple)):
+    elif isinstance(x, (list, tuple)) and holds(x):
         yield from ((f"{path}[{i}]", value) for i, value in enumerate(x))
-    elif isinstance(x, dict):
+    elif isinstance(x, dict) and holds(x):
         yield from ((f"{path}[{key!r}]", value) for key, value in x.items())
+
+
+def holds(x: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> bool:
+    """Whether a container holds what may have a kind of its own; one of numbers is one thing."""
+    return any(map(_is_part, x.values() if isinstance(x, dict) else x))
+
+
+def _is_part(x: object) -> bool:
+    return isinstance(x, (Tensor, list, tuple, dict)) or (
+        dataclasses.is_dataclass(x) and not isinstance(x, type)
+    )
 
 
 def parts(instance: object) -> dict[str, object]:
