@@ -1,6 +1,17 @@
 """The backend: what Dynamo calls once a graph, and what ``torch._dynamo.reset()`` calls.
 
-What becomes of a graph is in `torch_bcg.compiled`.
+What becomes of a graph, in this order; `torch_bcg.compiled` is the one place where it happens:
+
+  once a graph    facts about every node; cuts at marks and at what cannot be recorded; a plan, that
+                  names segments and says where each value lives; passes over the plan: lifetimes,
+                  padding, metadata
+  first call      runs node by node for real, and is the result of the call: what reads the host
+                  unsaid is a new cut, and the graph is planned again. Then each segment is recorded
+                  at fixed addresses, which runs nothing
+  a new size      runs for real as well and is recorded: at once where sizes are padded to a ladder,
+                  else at its second call
+  later calls     find their program by sizes and addresses: copy in, replay the steps, hand out
+  else            an eager call, with a reason that is counted and told
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch_bcg.counters import counters
 from torch_bcg.dynamo import Backend
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.buckets import LADDER
+from torch_bcg.metadata import bind_metadata
 from torch_bcg.options import Options
 from torch_bcg.programs import graphs_of, is_compiled, wrapper_of
 
@@ -55,6 +56,7 @@ def warm_up(
     make_inputs: Callable[[int], Sequence[Any]],
     sizes: Iterable[int] | None = None,
     *,
+    metadata: Callable[[int], object] | None = None,
     progress: bool = True,
 ) -> tuple[Warmed, ...]:
     """Calls a compiled function at each size until a call is answered by a replay.
@@ -68,6 +70,7 @@ def warm_up(
         make_inputs: gives the positional arguments of a call for a size, a tuple or list.
         sizes: numbers that ``make_inputs`` takes, in any order; None: those of the option
             ``buckets``, or the ladder if that is None.
+        metadata: gives the object to bind for a call of a size, see `bind_metadata`.
         progress: whether to show a bar, where ``rich`` is installed and stderr is a terminal, or
             else to log a line a size, at level INFO of the logger ``torch_bcg``.
 
@@ -81,7 +84,8 @@ def warm_up(
     if not is_compiled(compiled):
         raise _no_program(repr(compiled).splitlines()[0])
     chosen = _ladder(compiled) if sizes is None else sizes
-    warming = [_Warming(size, compiled, make_inputs) for size in sorted(set(chosen), reverse=True)]
+    ordered = sorted(set(chosen), reverse=True)
+    warming = [_Warming(size, compiled, make_inputs, metadata) for size in ordered]
     with _shown(len(warming), progress) as tell:
         for w in warming:
             w.run()
@@ -103,8 +107,10 @@ class _Warming:
         size: int,
         compiled: Callable[..., Any],
         make_inputs: Callable[[int], Sequence[Any]],
+        metadata: Callable[[int], object] | None,
     ) -> None:
-        self.size, self.compiled, self.make_inputs = size, compiled, make_inputs
+        self.size, self.compiled = size, compiled
+        self.make_inputs, self.metadata = make_inputs, metadata
         self.seconds, self.bytes, self.captures, self.how = 0.0, 0, 0, ""
         self.graphs: frozenset[int] = frozenset()
 
@@ -137,7 +143,9 @@ class _Warming:
             )
         real = counters.probes + counters.warming
         replays, before = counters.replays, dict(counters.eager_calls)
-        self.compiled(*arguments)
+        bound = contextlib.nullcontext()
+        with bound if self.metadata is None else bind_metadata(self.metadata(self.size)):
+            self.compiled(*arguments)
         real = counters.probes + counters.warming - real
         reasons = [why for why, n in counters.eager_calls.items() if n > before.get(why, 0)]
         if not (real or reasons or counters.replays > replays or _graphs(self.compiled)):

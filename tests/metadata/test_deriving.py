@@ -456,6 +456,26 @@ def test_token_fields_are_padded_with_their_value_and_request_fields_live(device
     assert dict(padding.fills) == {"meta_slots": 63, "meta_scale": 1, "meta_scores": 0}
 
 
+def test_sizes_are_warmed_up_with_metadata_of_their_own(device):
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(
+        device, buckets=[8, 16], bucket_dim=("x", 0), pad={"slots": 63, "scale": 0, "scores": 0}
+    )
+    with torch.no_grad():
+        warmed = torch_bcg.warm_up(
+            both.compiled,
+            lambda n: (torch.randn(n, 4, device=device), both.pools[0]),
+            metadata=lambda n: make(device, rows=n, requests=3),
+            progress=False,
+        )
+    assert [(w.size, w.how) for w in warmed] == [(16, "replay"), (8, "replay")]
+    both.pools[1].copy_(both.pools[0])
+    with counted() as counts:
+        for rows in (5, 12, 16):
+            both(make(device, rows=rows))
+    assert counts.replays == 3
+
+
 def test_a_declared_field_with_other_rows_is_another_graph(device):
     """What is declared has the rows of the call; Dynamo compares that at each call."""
     torch_bcg.register_metadata_binding(Meta)

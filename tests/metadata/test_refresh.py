@@ -220,6 +220,7 @@ def test_one_tensor_under_two_names(device):
     torch_bcg.register_metadata_binding(Meta, copy=("slots", "lengths"), rebind=("core",),
                                         written=("scores", "scale"))  # fmt: skip
     captured, live = make(device, requests=6), make(device, requests=6)
+    refresh(captured, live)
     captured.lengths = captured.slots
     with pytest.raises(BindingError, match=r"lengths cannot be refreshed"):
         refresh(captured, live)
