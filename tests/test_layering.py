@@ -18,6 +18,7 @@ ORDER = [
     {"metadata"},
     {"runtime"},
     {"report"},
+    {"sources"},
     {"frame"},
     {"rows"},
     {"passes"},

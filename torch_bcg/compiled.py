@@ -26,7 +26,7 @@ from torch_bcg.eager import (
     tell_moved,
 )
 from torch_bcg.errors import CaptureError
-from torch_bcg.frame import metadata_behind, static_arguments, type_of_self
+from torch_bcg.frame import static_arguments, type_of_self
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.inline import inlined, without_geometry_changes
 from torch_bcg.graph.ir import Plan, Reason
@@ -37,7 +37,7 @@ from torch_bcg.graph.sizes import call_geometries, call_sizes, geometries, key_r
 from torch_bcg.graph.sorting import where
 from torch_bcg.metadata import registration
 from torch_bcg.metadata.deriving import shown_by
-from torch_bcg.metadata.instances import names_of
+from torch_bcg.metadata.instances import names_of, renamed
 from torch_bcg.metadata.watching import reads_noted
 from torch_bcg.options import Options
 from torch_bcg.report import files, trace
@@ -52,6 +52,7 @@ from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.slots import Slots
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
+from torch_bcg.sources import let_integers_vary, metadata_behind
 
 
 def current_generation() -> tuple[int, int]:
@@ -76,8 +77,11 @@ class CompiledGraph:
     ) -> None:
         self.number = next(_number)
         self.name, self.options = f"graph_{self.number}", options
-        self.instances = metadata_behind(gm)
-        self.gm = gm = inlined(gm, names_of(self.instances))
+        instances = metadata_behind(gm)
+        let_integers_vary(instances)
+        names = names_of(instances)
+        self.instances = renamed(instances, names)
+        self.gm = gm = inlined(gm, names)
         self.eager = plain(self.gm)
         self.static = static_arguments(gm, example_inputs)
         self.ambient: frozenset[tuple[type, str]] = frozenset()
@@ -232,7 +236,7 @@ class CompiledGraph:
         self.ambient = frozenset(noted)
         if self.rows.look(key) or self.ambient:
             self.make_plan()
-        registration.remember(self, shown_by(self.plan, self.instances))
+        registration.remember(self, shown_by(self.plan, self.instances))  # forgotten by a reset
         self.probed = True
         self.seen[key] = 2  # recorded at once: the probe looked at this very key
         self.tell()
@@ -365,5 +369,5 @@ class CompiledGraph:
             self.probed = False
             self.rows.reset()
             self.make_plan()
-            registration.remember(self, {})  # nothing holds its numbers now
+            registration.forget(self)
             self.pool.let_go()

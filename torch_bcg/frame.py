@@ -10,20 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import TracingContext
 
-from torch_bcg.errors import BindingError
-from torch_bcg.metadata.instances import Instance, instance_of
-from torch_bcg.metadata.registration import (
-    BOUND,
-    REGISTERED,
-    declared_kind,
-    declared_of,
-    registrations_of,
-    shown_of,
-)
-from torch_bcg.metadata.schema import leaves
+from torch_bcg.graph.geometry import has_static_address
+from torch_bcg.sources import local_scope, source_text, transaction
 
 
 def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> bool:
@@ -39,8 +28,7 @@ def type_of_self() -> type | None:
 
     A module is not in its own nn_module_stack, nor is one whose code is resumed after a break.
     """
-    transaction = InstructionTranslator.current_tx() if TracingContext.try_get() else None
-    scope = transaction.output.local_scope if transaction is not None else {}
+    scope = local_scope()
     return type(scope["self"]) if "self" in scope else None
 
 
@@ -52,7 +40,7 @@ def static_arguments(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fr
         if isinstance(x, torch.Tensor)
         and (
             isinstance(x, torch.nn.Parameter)
-            or hasattr(x, "_dynamo_static_input_type")
+            or has_static_address(x)
             or "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
         )
     )
@@ -71,123 +59,18 @@ def argument_names(gm: fx.GraphModule) -> dict[str, str]:
         A name for every placeholder whose origin Dynamo says; a size is called after its tensor,
         ``input_ids.size()[1]``. Outside a compilation nothing has a name.
     """
-    transaction = InstructionTranslator.current_tx() if TracingContext.try_get() else None
-    if transaction is None:
+    current = transaction()
+    if current is None:
         return {}
-    frame = getattr(transaction.output, "root_tx", None) or transaction
-    code, scope = frame.f_code, transaction.output.local_scope
+    frame = getattr(current.output, "root_tx", None) or current
+    code, scope = frame.f_code, current.output.local_scope
     behind = _parameters_behind(code, scope)
     names = {}
     for node in gm.graph.find_nodes(op="placeholder"):
-        source = getattr(node, "_dynamo_source", None)
-        if source is not None:
-            names[node.name] = _readable(_text_of(source), code, behind)
+        text = source_text(node)
+        if text is not None:
+            names[node.name] = _readable(text, code, behind)
     return names
-
-
-def metadata_behind(gm: fx.GraphModule) -> tuple[Instance, ...]:
-    """The objects of registered classes that the graph reads, and which of their fields.
-
-    Args:
-        gm: Dynamo's own graph, while Dynamo calls the backend.
-
-    Raises:
-        BindingError: an attribute is read that is no field, or torch says no more where an argument
-            comes from.
-    """
-    transaction = InstructionTranslator.current_tx() if TracingContext.try_get() else None
-    if transaction is None or not REGISTERED:
-        return ()
-    scope = {"L": transaction.output.local_scope, "G": transaction.output.global_scope}
-    found: dict[int, tuple[object, Instance]] = {}
-    outside: list[tuple[str, object]] = list(transaction.output.local_scope.items())
-    objects: dict[str, object] = {}
-
-    def read(source: Any, placeholder: str) -> None:
-        whole, inside = _text_of(source), False
-        while (source := getattr(source, "base", None)) is not None:
-            text = _text_of(source)
-            if text not in objects:
-                objects[text] = _object_at(text, scope)
-            held = objects[text]
-            if registrations_of(type(held)):
-                path = whole.removeprefix(text).removeprefix(".")
-                _, instance = found.setdefault(id(held), (held, instance_of(held)))
-                instance.read(path, placeholder, whole)
-                inside = True
-        if placeholder and not inside:
-            outside.append((whole, _object_at(whole, scope)))
-
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if getattr(node, "_dynamo_source", None) is not None:
-            read(node._dynamo_source, node.name)
-    for guard in TracingContext.get().guards_context.dynamo_guards:
-        if guard.create_fn_name() in _COMPARED:
-            read(guard.originating_source, "")
-    for metadata, instance in found.values():
-        if vars(instance.cls).get(BOUND) is metadata:
-            _check_apart(metadata, outside)
-        _let_follow(instance)
-    return tuple(instance for _, instance in found.values())
-
-
-def _check_apart(metadata: object, outside: Sequence[tuple[str, object]]) -> None:
-    """Refuses what Dynamo takes for one tensor and would not look at again."""
-    fields = {id(x): path for path, x in leaves(metadata).items() if isinstance(x, torch.Tensor)}
-    for text, held in outside:
-        if id(held) in fields:
-            name = f"{type(metadata).__name__}.{fields[id(held)]}"
-            raise BindingError(
-                f"{name} is also an argument or a tensor of the model.",
-                where=f"{name}, {text}",
-                expected="a tensor that this graph meets once",
-                found="the same object in both places",
-                fix="Pass it in one way, or give the metadata a view of it: tensor.view_as(tensor)",
-            )
-
-
-def _let_follow(instance: Instance) -> None:
-    """Tells Dynamo of integers that differ between graphs: from the next one on they vary.
-
-    It takes what is reached through a global name for a constant, and would make a graph for each
-    value until it gives up.
-    """
-    config = torch.compiler.config
-    for path, text in instance.constants.items():
-        value = instance.numbers.get(path)
-        if type(value) is not int or declared_kind(path, declared_of(instance.parts)) == "EQUAL":
-            continue
-        seen = [shown.constants.get(path, value) for shown in shown_of(instance.cls)]
-        told = [t for t in config.dynamic_sources.split(",") if t]
-        if any(other != value for other in seen) and re.escape(text) not in told:
-            config.dynamic_sources = ",".join([*told, re.escape(text)])
-
-
-# Guards that compare what an object holds with what it held.
-_COMPARED = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH")
-
-
-def _text_of(source: Any) -> str:
-    """What Dynamo writes for where something comes from: ``L['md'].core.slots``."""
-    name = getattr(source, "name", None)
-    text = name() if callable(name) else name  # by version of torch
-    if not isinstance(text, str):
-        raise BindingError(
-            "This torch does not say where the arguments of a graph come from.",
-            where=f"a source of Dynamo's, {type(source).__name__}",
-            expected="its name, as in L['md'].slots",
-            found=repr(text),
-            fix="Report the version of torch; without register_metadata_binding all works on.",
-        )
-    return text
-
-
-def _object_at(text: str, scope: dict[str, Any]) -> object:
-    """The object behind Dynamo's text; None where that needs more than Python itself."""
-    try:
-        return eval(text, dict(scope))
-    except (NameError, AttributeError, LookupError, TypeError, SyntaxError):
-        return None
 
 
 def _readable(text: str, code: types.CodeType, behind: Sequence[inspect.Parameter]) -> str:

@@ -18,7 +18,7 @@ from torch_bcg.dynamo import bcg
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.ir import Plan
 from torch_bcg.metadata import refresh
-from torch_bcg.metadata.schema import copied, getter, put
+from torch_bcg.metadata.schema import at, copied, layout_of, put
 from torch_bcg.runtime.memory import shared
 from torch_bcg.runtime.program import Program
 
@@ -121,20 +121,24 @@ class ProgramHandle:
             BCGError: the program is gone, or its graph reads no object of that class.
             BindingError: ``live`` does not fit, see `refresh`.
         """
-        name = f"{type(live).__module__}.{type(live).__qualname__}"
-        fields = [f for b in self.plan.bindings if b.cls == name for f in b.fields]
-        if not fields or self._program.dead:
-            raise _unfit("metadata", f"a class that {self.plan.name} reads", name)
+        if self._program.dead:
+            raise _unfit("program", "one that is recorded", "it was freed")
+        classes = [instance.cls for instance in self._graph.instances]
+        if type(live) not in classes:
+            found = type(live).__name__
+            raise _unfit("metadata", f"a class that {self.plan.name} reads", found)
+        fields = self.plan.bindings[classes.index(type(live))].fields
         homes = {v.name: v.home for v in self.plan.values}
-        captured = copied(live)
+        captured: T = copied(live, lambda value: value)
+        paths = layout_of(live).paths
         for f in fields:
-            real = getter(f.name)(live)
+            real = at(live, paths[f.name]) if f.name in paths else None
             if not isinstance(real, torch.Tensor) or f.kind not in ("COPY", "WRITTEN"):
                 continue
             with torch.inference_mode(real.is_inference()):  # Dynamo tells the two apart
                 there = homes.get(f.argument) == "slot"
                 mine = shared(self._program.slot(f.argument)) if there else real.clone()
-            put(captured, f.name, mine)
+            put(captured, paths[f.name], mine)
         refresh(captured, live)
         return captured
 

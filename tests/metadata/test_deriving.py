@@ -3,16 +3,18 @@
 import copy
 import dataclasses
 import re
+import types
 from dataclasses import dataclass
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import torch_bcg
 from metadata.models import Both, Core, Meta, attend, make, pool_on
+from torch_bcg import sources
 from torch_bcg.errors import BindingError, OptionError
 from torch_bcg.graph.ir import Plan
 from twin import counted, plus_one
@@ -523,52 +525,71 @@ def test_a_module_that_reads_metadata(device):
 # what Dynamo would take for one tensor
 
 
-@pytest.mark.parametrize("first_in", ["metadata", "argument", "buffer"])
-def test_a_field_that_is_also_given_in_another_way(device, first_in):
+@dataclass
+class Inherits(Meta):
+    """Bound for the class that it inherits from."""
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["first graph", "another graph before"])
+@pytest.mark.parametrize("given", ["from inside", "from outside", "buffer"])
+@pytest.mark.parametrize("more", [False, True], ids=["reads one", "reads more"])
+@pytest.mark.parametrize("cls", [Meta, Inherits])
+def test_a_field_that_is_also_given_in_another_way(device, cls, more, given, earlier):
     """At first one tensor, then two: both are read, each its own."""
 
     class Position(nn.Module):
-        def __init__(self, scale):
+        def __init__(self):
             super().__init__()
-            self.register_buffer("scale", scale)
+            self.register_buffer("scale", torch.rand(6, device=device))
 
         def forward(self, x, scale):
             md = torch_bcg.current_metadata(Meta)
-            if first_in == "metadata":
-                return plus_one(x * md.scale[:, None]) + scale[:, None]
-            other = self.scale if first_in == "buffer" else scale
-            return plus_one(x * other[:, None]) + md.scale[:, None]
+            other = self.scale if given == "buffer" else scale
+            y = plus_one(x * other[:, None]) + md.scale[:, None]
+            return y + md.slots[:, None] if more else y
+
+    def other(x):
+        return plus_one(x) * torch_bcg.current_metadata(Meta).slots[:, None]
+
+    def metadata():
+        md = make(device)
+        return cls(**{f.name: getattr(md, f.name) for f in dataclasses.fields(md)})
 
     torch_bcg.register_metadata_binding(Meta)
-    scale = torch.rand(6, device=device)
-    module = Position(scale)
-    compiled = torch.compile(module, backend="bcg")
+    module = Position()
+    compiled, compiled_other = (torch.compile(f, backend="bcg") for f in (module, other))
+    x = torch.randn(6, 4, device=device)
     with torch.no_grad():
+        if earlier:
+            with torch_bcg.bind_metadata(metadata()):
+                compiled_other(x)
         for i in range(4):
-            md, x = make(device), torch.randn(6, 4, device=device)
-            given = module.scale if first_in == "buffer" else torch.rand(6, device=device)
+            md, scale = metadata(), torch.rand(6, device=device)
             if i < 2:
-                md.scale = given
+                md.scale = module.scale if given == "buffer" else scale
             with torch_bcg.bind_metadata(md):
-                assert torch.equal(compiled(x, given), module(x, given))
+                scale = md.scale if given == "from inside" and i < 2 else scale
+                assert torch.equal(compiled(x, scale), module(x, scale))
 
 
-def test_one_object_in_two_ways_that_cannot_be_told_apart_is_refused(device):
+def test_tensors_in_a_tuple(device):
     @dataclass
     class Pair:
         both: tuple
 
     torch_bcg.register_metadata_binding(Pair)
-    compiled = torch.compile(
-        lambda x, p: plus_one(x * torch_bcg.current_metadata(Pair).both[0]) + p, backend="bcg"
-    )
-    p = torch.rand(4, device=device)
-    with (
-        torch.no_grad(),
-        torch_bcg.bind_metadata(Pair((p, 1))),
-        pytest.raises(BackendCompilerFailed, match="is also an argument or a tensor of the model"),
-    ):
-        compiled(torch.randn(6, 4, device=device), p)
+
+    def fn(x, p):
+        a, b = torch_bcg.current_metadata(Pair).both
+        return plus_one(x * a) + p + b
+
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad():
+        for i in range(6):
+            x, p = torch.randn(6, 4, device=device), torch.rand(4, device=device)
+            pair = (p, p) if i < 2 else (torch.rand(4, device=device), torch.rand(4, device=device))
+            with torch_bcg.bind_metadata(Pair(pair)):
+                assert torch.equal(compiled(x, p), fn(x, p))
 
 
 @pytest.mark.parametrize("kind", ["recorded", "marked"])
@@ -583,7 +604,7 @@ def test_an_integer_that_changed_once_follows_the_call(device, kind):
         times(x * 2, out, md.heads)
         return out + 1
 
-    torch_bcg.register_metadata_binding(Meta)
+    registration = torch_bcg.register_metadata_binding(Meta)
     compiled = torch.compile(fn, backend="bcg")
     with torch.no_grad(), counted() as counts:
         for i in range(14):
@@ -592,6 +613,10 @@ def test_an_integer_that_changed_once_follows_the_call(device, kind):
                 assert torch.equal(compiled(x), fn(x))
     assert counts.probes <= 3
     assert counts.replays >= 10
+    told = torch.compiler.config.dynamic_sources
+    registration.remove()
+    assert "heads" in told
+    assert "heads" not in torch.compiler.config.dynamic_sources
 
 
 @torch_bcg.eager_on_graph(mutates_args=("out",), name="meta::times")
@@ -621,3 +646,44 @@ def test_a_list_of_numbers_is_one_field(device):
     assert fields == {
         "scale": ("COPY", ""), "lengths": ("REBIND", ""), "mode": ("EQUAL", "torch.float32")
     }  # fmt: skip
+
+
+# what Dynamo no longer says
+
+
+@pytest.mark.parametrize("gone", ["dynamo_guards", "create_fn_name", "_dynamo_source", "name"])
+def test_a_torch_that_says_less_is_an_error(device, monkeypatch, gone):
+    torch_bcg.register_metadata_binding(Meta)
+    if gone == "dynamo_guards":
+        monkeypatch.setattr(sources, "TracingContext", WithoutGuards)
+    elif gone == "create_fn_name":
+        monkeypatch.setattr(sources, "TracingContext", WithOtherGuards)
+    elif gone == "_dynamo_source":
+        monkeypatch.setattr(sources, "_placeholders", lambda gm: [fx.Graph().placeholder("x")])
+    else:
+        monkeypatch.setattr(
+            sources, "_text_of", lambda source, real=sources._text_of: real(object())
+        )
+    compiled = torch.compile(lambda x, md: plus_one(x * md.scale[:, None]), backend="bcg")
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="does not say where"):
+        compiled(torch.randn(6, 4, device=device), make(device))
+
+
+class WithoutGuards:
+    """A tracing context that keeps no guards."""
+
+    guards_context = None
+
+    @classmethod
+    def get(cls):
+        return cls
+
+    @classmethod
+    def try_get(cls):
+        return cls
+
+
+class WithOtherGuards(WithoutGuards):
+    """A tracing context whose guards say something else."""
+
+    guards_context = types.SimpleNamespace(dynamo_guards=[object()])

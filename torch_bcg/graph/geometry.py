@@ -73,3 +73,8 @@ def overlaps_itself(x: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def has_static_address(x: torch.Tensor) -> bool:
+    """Whether Dynamo was told that a tensor stays where it is, or says so of a module's."""
+    return hasattr(x, "_dynamo_static_input_type")

@@ -246,6 +246,14 @@ Kind = Literal[
 ]
 
 
+_STRENGTH: tuple[Kind, ...] = ("EQUAL", "FOLLOWS", "REBIND", "COPY", "WRITTEN")
+
+
+def stronger(a: Kind, b: Kind) -> Kind:
+    """The kind that serves both where two graphs, or two names of one tensor, ask for another."""
+    return max(a, b, key=_STRENGTH.index)
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """How one field of a metadata object reaches a call.

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_bcg.errors import BindingError
+from torch_bcg.graph.geometry import has_static_address
 from torch_bcg.metadata import schema
 from torch_bcg.metadata.registration import (
     BOUND,
+    TRACED,
     Registration,
     arguments_of,
+    bind,
     check_equal,
     registrations_of,
 )
@@ -31,7 +36,7 @@ def current_metadata(cls: type[T]) -> T:
     Raises:
         BindingError: the class is not registered, or nothing of it is bound.
     """
-    bound = getattr(cls, BOUND, None)
+    bound = getattr(cls, TRACED if torch.compiler.is_compiling() else BOUND, None)
     if not isinstance(bound, cls):
         raise _nothing_bound(cls)
     return bound
@@ -53,39 +58,41 @@ class bind_metadata:  # noqa: N801 - used like a function
     """``with bind_metadata(md): y = compiled(x)``: an object for one call.
 
     It is bound for its class and for the registered classes it inherits from, for all threads.
-    Inside, fields that graphs take as arguments, and fields that hold one tensor, hold tensors of
-    their own over the same memory: Dynamo takes a tensor that it meets twice, here and among the
-    arguments of a call, for one, and not everywhere looks whether it still is.
+    Marked functions see the object itself. Traced code sees a twin, whose tensors are others over
+    the same memory: Dynamo takes a tensor that it meets twice, in two fields or among the arguments
+    of a call, for one, and does not always look whether it still is. What traced code binds in the
+    twin is bound in the object when the call is over.
 
     Args:
         metadata: an object of a registered class, or of one that inherits from such a class.
 
     Raises:
         BindingError: not registered; one of its classes is bound already, here or in another
-            thread; a number that is declared equal differs from that of what was compiled.
+            thread; a number that is declared equal differs from that of what was compiled; at the
+            end, a field that graphs take as an argument was replaced meanwhile, which they did not
+            see.
     """
 
     def __init__(self, metadata: object) -> None:
         self.metadata = metadata
+        self.twin: object = None
         self.registrations: list[Registration] = []
-        self.shown: list[tuple[str, Tensor, Tensor]] = []
+        self.before: tuple[tuple[Any, ...], tuple[Any, ...]] = (), ()
 
     def __enter__(self) -> None:
         found = registrations_of(type(self.metadata))
         if not found:
             raise _nothing_bound(type(self.metadata))
         check_equal(self.metadata)
+        self.twin = schema.copied(self.metadata, _distinct)
+        self.layout = schema.layout_of(self.metadata)
+        self.before = self.layout.values(self.metadata), self.layout.values(self.twin)
         with _lock:
             for registration in found:
                 if registration.bound is not None:
                     raise _bound_already(registration.cls)
-            try:
-                self._tell_apart()
-            except BindingError:
-                self._as_it_was()
-                raise
             for registration in found:
-                registration.bind(self.metadata)
+                bind(registration.cls, self.metadata, self.twin)
             self.registrations = found
 
     def __exit__(
@@ -96,36 +103,36 @@ class bind_metadata:  # noqa: N801 - used like a function
     ) -> None:
         with _lock:
             for registration in self.registrations:
-                registration.bind(None)
+                bind(registration.cls, None, None)
             self.registrations = []
-            self._as_it_was()
+        if error is None:
+            self._compare()
 
-    def _as_it_was(self) -> None:
-        for path, real, distinct in self.shown:
-            if schema.getter(path)(self.metadata) is distinct:  # nobody has replaced it since
-                schema.put(self.metadata, path, real)
-        self.shown = []
+    def _compare(self) -> None:
+        """Brings over what traced code bound, and refuses what it should have seen and did not."""
+        now = [self._values(self.metadata), self._values(self.twin)]
+        places = zip(self.layout.paths.items(), *self.before, *now, strict=True)
+        for (path, steps), ours, theirs, ours_now, theirs_now in places:
+            if theirs_now is not theirs:
+                schema.put(self.metadata, steps, theirs_now)
+            elif ours_now is not ours and path in (arguments_of(type(self.metadata)) or ()):
+                raise _replaced(type(self.metadata), path)
 
-    def _tell_apart(self) -> None:
-        known = arguments_of(type(self.metadata))
-        paths = schema.leaves(self.metadata) if known is None else known
-        twice = [path for group in schema.shared(self.metadata) for path in group[1:]]
-        for path in dict.fromkeys([*paths, *twice]):
-            real = schema.getter(path)(self.metadata)
-            if path not in twice and schema.in_tuple(self.metadata, path):
-                continue
-            if isinstance(real, Tensor):
-                distinct = _distinct(real)
-                schema.put(self.metadata, path, distinct)
-                self.shown.append((path, real, distinct))
+    def _values(self, x: object) -> Sequence[Any]:
+        if self.layout.fits(x):
+            return self.layout.values(x)
+        found = schema.leaves(x)
+        return [found.get(path) for path in self.layout.paths]
 
 
-def _distinct(real: Tensor) -> Tensor:
-    """Another tensor over the same memory, with what was marked about it.
+def _distinct(real: Any) -> Any:
+    """Another tensor over the same memory, with what was marked about it; else the thing itself.
 
     Of one with a static address it is always the same: a program is known by such objects.
     """
-    static = hasattr(real, "_dynamo_static_input_type")
+    if not isinstance(real, Tensor):
+        return real
+    static = has_static_address(real)
     known: Tensor | None = _of_static.get(real) if static else None
     if known is not None and known.data_ptr() == real.data_ptr():
         return known
@@ -146,4 +153,14 @@ def _bound_already(cls: type) -> BindingError:
         expected="one object of a class at a time, in all threads",
         found="another call under bind_metadata",
         fix="Leave the other one first.",
+    )
+
+
+def _replaced(cls: type, path: str) -> BindingError:
+    return BindingError(
+        f"{cls.__name__}.{path} was replaced while it was bound.",
+        where=f"bind_metadata({cls.__name__})",
+        expected="the object with which the call began: traced code read that",
+        found="another one, bound by a marked function or beside the call",
+        fix="Write into the tensor, or bind the object again after it was replaced.",
     )

@@ -8,6 +8,7 @@ so a declaration can be refused before it is silently wrong.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from torch_bcg.errors import BindingError
@@ -15,11 +16,10 @@ from torch_bcg.graph.ir import Binding, EagerSegment, Field, GraphSegment, Plan,
 from torch_bcg.graph.known import Facts
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sorting import where
-from torch_bcg.graph.values import Kind
+from torch_bcg.graph.values import Kind, stronger
 from torch_bcg.metadata.instances import Instance
-from torch_bcg.metadata.registration import Declared, Shown, declared_kind, declared_of
-
-_STRENGTH: tuple[Kind, ...] = ("REBIND", "COPY", "WRITTEN")
+from torch_bcg.metadata.registration import Declared, Shown, declared_of
+from torch_bcg.metadata.schema import kind_at, unknown_field, within
 
 
 def with_bindings(
@@ -50,12 +50,9 @@ def shown_by(plan: Plan, instances: Sequence[Instance]) -> Mapping[type, Shown]:
     found: dict[type, Shown] = {}
     for instance, binding in zip(instances, plan.bindings, strict=True):
         before = found.get(instance.cls, Shown())
-        kinds = {f.name: f.kind for f in binding.fields}
-        for name, kind in before.kinds.items():
-            if kind in _STRENGTH and kinds.get(name) in _STRENGTH:
-                kinds[name] = max(kind, kinds[name], key=_STRENGTH.index)
-            else:
-                kinds.setdefault(name, kind)
+        kinds = dict(before.kinds)
+        for f in binding.fields:
+            kinds[f.name] = stronger(f.kind, kinds.get(f.name, f.kind))
         equal = {n: instance.numbers.get(n) for n, kind in kinds.items() if kind == "EQUAL"}
         constants = {path: instance.numbers.get(path) for path in instance.constants}
         found[instance.cls] = Shown(
@@ -86,18 +83,18 @@ class _Deriver:
         for name in declared:
             _check_found(instance, name)
         derived = {path: self.derived(instance, path) for path in instance.what}
-        for group in instance.shared:
-            strongest = max(group, key=lambda p: _STRENGTH.index(derived[p].kind))
+        for group in instance.sharing:
+            kind = functools.reduce(stronger, (derived[path].kind for path in group))
+            strongest = next(path for path in group if derived[path].kind == kind)
             for path in group:
-                others = tuple(p for p in group if p != path)
-                if derived[path].kind != derived[strongest].kind:
+                field = derived[path]
+                why = field.why
+                if field.kind != kind:
                     why = f"as {strongest}, whose tensor it holds: {derived[strongest].why}"
-                    derived[path] = dataclasses.replace(
-                        derived[path], kind=derived[strongest].kind, why=why
-                    )
-                derived[path] = dataclasses.replace(derived[path], shares=others)
+                others = tuple(p for p in group if p != path)
+                derived[path] = dataclasses.replace(field, kind=kind, why=why, shares=others)
         fields = [
-            self.compared(instance, field, declared_kind(path, declared))
+            self.compared(instance, field, kind_at(path, declared))
             for path, field in derived.items()
         ]
         return Binding(f"{instance.cls.__module__}.{instance.cls.__qualname__}", tuple(fields))
@@ -188,26 +185,21 @@ class _Deriver:
 
 def _check_found(instance: Instance, name: str) -> None:
     """Refuses a declared name that this object does not have."""
-    for path, what in instance.what.items():
-        if declared_kind(path, {name: "COPY"}) or (what == "none" and name.startswith(path)):
-            return
-    if name in instance.parts:
-        return
-    raise BindingError(
-        f"{instance.cls.__name__} has no field '{name}'.",
-        where=f"register_metadata_binding({instance.cls.__name__}, ...)",
-        expected=f"fields: {', '.join(instance.what)}",
-        found=repr(name),
-        fix="Name fields; those in a nested dataclass with a dot, as in 'core.page_table'.",
+    there = name in instance.parts or any(
+        within(path, name) or (what == "none" and within(name, path))
+        for path, what in instance.what.items()
     )
+    if not there:
+        raise unknown_field(instance.cls, name, instance.what)
 
 
 def _unsafe(instance: Instance, field: Field, declared: Declared, expected: str) -> BindingError:
     name = f"{instance.cls.__name__}.{field.name}"
     return BindingError(
         f"{name} is declared {declared}, which would be wrong in this graph.",
-        where=field.why or name,
+        where=f"{name}, {field.why}" if field.why else name,
         expected=expected,
-        found=f"{field.kind}: {field.why}" if field.why else instance.what[field.name],
-        fix=f"Take it out of {declared.lower()}=; what is not declared is derived.",
+        found=f"{field.kind}, as the graph shows" if field.why else instance.what[field.name],
+        fix=f"Take it out of {declared.lower()}= of its class or of the one that inherits it; what "
+        "is not declared is derived.",
     )

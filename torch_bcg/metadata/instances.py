@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from torch_bcg.errors import BindingError
-from torch_bcg.metadata.schema import Numbers, leaves, parts, shared, within
+from torch_bcg.metadata.schema import Numbers, leaves, parts, sharing, within
 
 What = Literal["tensor", "number", "none", "object"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Something that traced code read of an object.
+
+    Attributes:
+        path: where it is in the object.
+        argument: the placeholder that it is, or "": a constant of the graph.
+        text: what Dynamo writes for where it comes from.
+    """
+
+    path: str
+    argument: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -24,7 +40,7 @@ class Instance:
         what: what each path holds.
         numbers: values of those that are numbers, or otherwise the same for as long as they are.
         parts: classes of the dataclass objects in it, itself included.
-        shared: groups of paths that hold one tensor.
+        sharing: groups of paths that hold one tensor.
         arguments: path -> placeholder of the graph.
         constants: path -> Dynamo's text, of numbers and other objects that the graph was made for.
     """
@@ -33,47 +49,54 @@ class Instance:
     what: Mapping[str, What]
     numbers: Mapping[str, object]
     parts: Mapping[str, type]
-    shared: tuple[tuple[str, ...], ...]
-    arguments: dict[str, str] = field(default_factory=dict)
-    constants: dict[str, str] = field(default_factory=dict)
-
-    def read(self, path: str, placeholder: str, text: str) -> None:
-        """Notes that traced code read what lies at a path: as an argument, or "" as a constant.
-
-        Raises:
-            BindingError: it is no field.
-        """
-        here = [p for p in self.what if within(path, p)]
-        if not here:
-            if any(within(p, path) for p in self.what) or not path:
-                return  # an object on the way
-            raise BindingError(
-                f"{self.cls.__name__}.{path} is read, and is no field.",
-                where=f"{self.cls.__name__}.{path}",
-                expected=f"fields: {', '.join(self.what)}",
-                found="an attribute that no refresh sees",
-                fix="Declare it as a field of the dataclass.",
-            )
-        if path in self.what and placeholder:
-            self.arguments[path] = placeholder
-        elif not placeholder and self.what[here[0]] != "tensor":
-            self.constants[here[0]] = text
+    sharing: tuple[tuple[str, ...], ...]
+    arguments: Mapping[str, str]
+    constants: Mapping[str, str]
 
     def names(self, path: str) -> tuple[str, ...]:
         """What an author may call a field: its path, with the class in front, its last name."""
         return path, f"{self.cls.__name__}.{path}", path.rpartition(".")[2]
 
 
-def instance_of(metadata: object) -> Instance:
-    """An object's classes and fields, with nothing read yet."""
+def instance_of(metadata: object, reads: Iterable[Read]) -> Instance:
+    """An object's classes and fields, and what is read of them.
+
+    Raises:
+        BindingError: something is read that is no field.
+    """
     held = leaves(metadata)
+    what = {path: _what(value) for path, value in held.items()}
+    arguments: dict[str, str] = {}
+    constants: dict[str, str] = {}
+    for read in reads:
+        field = next((p for p in what if within(read.path, p)), None)
+        if field is None:
+            _check_on_the_way(type(metadata), read.path, what)
+        elif read.argument and field == read.path:  # else a size of it
+            arguments[field] = read.argument
+        elif not read.argument and what[field] != "tensor":
+            constants[field] = read.text
     return Instance(
         type(metadata),
-        {path: _what(value) for path, value in held.items()},
+        what,
         {path: value for path, value in held.items() if isinstance(value, Numbers)},
         {path: type(part) for path, part in parts(metadata).items()},
-        tuple(map(tuple, shared(metadata))),
+        tuple(map(tuple, sharing(metadata))),
+        arguments,
+        constants,
     )
+
+
+def _check_on_the_way(cls: type, path: str, fields: Iterable[str]) -> None:
+    """Refuses an attribute that is neither a field nor an object that holds some."""
+    if path and not any(within(field, path) for field in fields):
+        raise BindingError(
+            f"{cls.__name__}.{path} is read, and is no field.",
+            where=f"{cls.__name__}.{path}",
+            expected=f"fields: {', '.join(fields)}",
+            found="an attribute that no refresh sees",
+            fix="Declare it as a field of the dataclass.",
+        )
 
 
 def _what(value: Any) -> What:
@@ -85,7 +108,7 @@ def _what(value: Any) -> What:
 
 
 def names_of(instances: Sequence[Instance]) -> dict[str, str]:
-    """Names for placeholders that are fields, which `Instance.arguments` takes over.
+    """Placeholders that are fields, and what they are better called.
 
     Dynamo calls them after the way to where objects are bound.
     """
@@ -95,5 +118,13 @@ def names_of(instances: Sequence[Instance]) -> dict[str, str]:
             name = re.sub(r"\W+", "_", f"{instance.cls.__name__.lower()}_{path}").strip("_")
             while name in names.values():
                 name += "_"
-            instance.arguments[path] = names.setdefault(placeholder, name)
+            names.setdefault(placeholder, name)
     return names
+
+
+def renamed(instances: Sequence[Instance], names: Mapping[str, str]) -> tuple[Instance, ...]:
+    """The instances with other names for placeholders."""
+    return tuple(
+        dataclasses.replace(i, arguments={path: names[a] for path, a in i.arguments.items()})
+        for i in instances
+    )

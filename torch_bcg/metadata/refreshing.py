@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch_bcg.errors import BindingError
 from torch_bcg.graph.values import Kind
 from torch_bcg.metadata import registration, schema
-from torch_bcg.metadata.registration import declared_kind, declared_of, kinds_of, unequal
+from torch_bcg.metadata.comparing import refuse_if_unlike, unlike
+from torch_bcg.metadata.registration import declared_of, kinds_of
+from torch_bcg.metadata.schema import Getter, Steps
 
 
 def refresh(captured: object, live: object) -> None:
@@ -26,42 +29,34 @@ def refresh(captured: object, live: object) -> None:
 
     Args:
         captured: the object that a program was recorded with, or `ProgramHandle.captured` gave.
-        live: one of the same class, with this step's values.
+        live: one of the same class, with this step's values. Values that lie in the memory of
+            other fields of ``captured`` are cloned first.
 
     Raises:
         BindingError: another class; EQUAL numbers that differ; a field that is None on one side;
-            a COPY field of another shape, dtype or device, or in the memory of another one; a
-            field of which neither a declaration nor a compiled graph says anything.
+            a COPY field of another shape, dtype or device; two COPY fields that are one tensor in
+            ``captured`` and two in ``live``; a field of which neither a declaration nor a compiled
+            graph says anything.
     """
     cls = type(captured)
     recipe = _recipes.get(cls)
     if recipe is None or recipe.stamp != registration.stamp() or not recipe.fits(captured):
         recipe = _recipes[cls] = _made_for(captured)
-    if type(live) is not cls or not recipe.fits(live):
-        _compare(captured, live, recipe.kinds)
-    if recipe.equal(captured) != recipe.equal(live):
-        _compare(captured, live, recipe.kinds)
+    if type(live) is not cls or not recipe.fits(live) or recipe.differ(captured, live):
+        refuse_if_unlike(captured, live, recipe.kinds)
     targets, sources = recipe.copies(captured), recipe.copies(live)
     place = recipe.place_of(captured, targets)
-    shapes, dtypes, devices = place.geometry
-    if (
-        [s.shape for s in sources] != shapes
-        or [s.dtype for s in sources] != dtypes
-        or [s.device for s in sources] != devices
-    ):
-        _compare(captured, live, recipe.kinds)
-    starts = [s.data_ptr() for s in sources]
-    if place.apart and place.starts.isdisjoint(starts):
-        pairs = [(pick(targets), pick(sources)) for pick in place.alike]
-    else:
-        pairs = _apart(cls, recipe, captured, live)
+    if not place.takes(sources):
+        refuse_if_unlike(captured, live, recipe.kinds)
+    pairs = place.pairs(targets, sources) or _pairs_over_shared_memory(recipe, captured, live)
     with torch.inference_mode():  # in which tensors of both kinds may be written
         for into, out_of in pairs:
             torch._foreach_copy_(into, out_of)
-    recipe.rebind(captured, live)
+    for steps, value in zip(recipe.rebound, recipe.values(live), strict=True):
+        schema.put(captured, steps, value)
 
 
-Pick = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+Pairs = list[tuple[list[Tensor], list[Tensor]]]
 
 
 class _Place:
@@ -69,59 +64,94 @@ class _Place:
 
     Attributes:
         tensors: weak references to them.
-        geometry: their shapes, dtypes and devices.
-        starts: their addresses.
-        apart: no two are one.
-        alike: picks those of one dtype and device, for each there is.
+        shapes, dtypes, devices: of them.
+        starts, ends: their addresses in ascending order, by the byte.
+        apart: no two meet.
+        alike: their places, for each dtype and device.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self.tensors = [weakref.ref(t) for t in targets]
-        self.geometry = (
-            [t.shape for t in targets], [t.dtype for t in targets], [t.device for t in targets],
-        )  # fmt: skip
-        self.starts = {t.data_ptr() for t in targets}
-        self.apart = len(self.starts) == len(targets)
+        self.shapes = [t.shape for t in targets]
+        self.dtypes = [t.dtype for t in targets]
+        self.devices = [t.device for t in targets]
+        ranges = sorted(_range(t) for t in targets)
+        self.starts, self.ends = [low for low, _ in ranges], [high for _, high in ranges]
+        self.apart = all(a <= b for a, b in zip(self.ends, self.starts[1:], strict=False))
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, t in enumerate(targets):
             groups.setdefault((t.dtype, t.device), []).append(i)
-        self.alike = [_picking(indices) for indices in groups.values()]
+        self.alike = list(groups.values())
 
     def holds(self, targets: Sequence[Tensor]) -> bool:
         """Whether it was made for these very tensors."""
         mine = [ref() for ref in self.tensors]
         return len(mine) == len(targets) and all(map(operator.is_, mine, targets))
 
+    def takes(self, sources: Sequence[Tensor]) -> bool:
+        """Whether sources have the shapes, dtypes and devices of their targets."""
+        return (
+            [s.shape for s in sources] == self.shapes
+            and [s.dtype for s in sources] == self.dtypes
+            and [s.device for s in sources] == self.devices
+        )
 
-def _picking(indices: Sequence[int]) -> Pick:
-    return lambda tensors: tuple([tensors[i] for i in indices])
+    def pairs(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Pairs:
+        """What to copy in one launch each; nothing where some of the memory may be one."""
+        if not self.apart or any(map(self.meets, sources)):
+            return []
+        return [([targets[i] for i in alike], [sources[i] for i in alike]) for alike in self.alike]
+
+    def meets(self, source: Tensor) -> bool:
+        """Whether a source lies in the memory of a target, or may."""
+        start = source.data_ptr()
+        if source.is_contiguous():
+            i = bisect_left(self.starts, start + source.nbytes)
+            return i > 0 and self.ends[i - 1] > start
+        low, high = _range(source)
+        i = bisect_left(self.starts, high)
+        return i > 0 and self.ends[i - 1] > low
+
+
+def _range(t: Tensor) -> tuple[int, int]:
+    """First byte of a tensor, and the one behind its last."""
+    if not t.numel():
+        return 0, 0
+    reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + reach * t.itemsize
 
 
 @dataclass
 class _Recipe:
-    """What to do with the fields of objects of one class and structure.
+    """What to do with the fields of objects of one class that are built alike.
 
     Attributes:
         stamp: of registrations and graphs, when it was made.
         kinds: by path; of a container or object that is bound as one there is no more.
-        structure: types of what objects and containers hold, as `structure_of` gives them.
-        equal, copies: what is compared, and copied.
-        rebind: binds the rest.
+        built, structure: what tells objects that are built alike, and what it told.
+        equal, copies, values: what is compared, copied and rebound of an object.
+        copied, rebound: paths of the latter two.
         places: of captured objects, by id.
     """
 
     stamp: tuple[int, int]
     kinds: Mapping[str, Kind]
+    built: Getter
     structure: tuple[object, ...]
-    structure_of: schema.Getter
-    equal: schema.Getter
-    copies: schema.Getter
-    rebind: Callable[[Any, Any], None]
-    places: dict[int, _Place]
+    equal: Getter
+    copies: Getter
+    values: Getter
+    copied: Mapping[str, Steps]
+    rebound: Sequence[Steps]
+    places: dict[int, _Place] = field(default_factory=dict)
 
-    def fits(self, instance: object) -> bool:
-        """Whether an object has the structure that this was made for."""
-        return schema.fits(instance, self.structure_of, self.structure)
+    def fits(self, x: object) -> bool:
+        """Whether an object is built like the one that this was made for."""
+        return schema.fits(x, self.built, self.structure)
+
+    def differ(self, captured: object, live: object) -> bool:
+        """Whether numbers that are declared equal are not."""
+        return self.equal(captured) != self.equal(live)
 
     def place_of(self, captured: object, targets: Sequence[Tensor]) -> _Place:
         """Where an object's copies go."""
@@ -134,161 +164,119 @@ class _Recipe:
 
 
 _MOST_PLACES = 256  # captured objects of one class: more than any ladder has
+_REBOUND: tuple[Kind, ...] = ("REBIND", "FOLLOWS")
 _recipes: dict[type, _Recipe] = {}
 
 
 def _made_for(captured: object) -> _Recipe:
-    kinds = _kinds(captured)
-    copied = [p for p, kind in kinds.items() if kind == "COPY"]
-    copied = [p for p in copied if schema.getter(p)(captured) is not None]
-
-    def asked(path: str) -> str:
-        if path not in kinds:
-            return ""
-        none = f"x.{path} is None"
-        return f"({none}, isinstance(x.{path}, Tensor))" if kinds[path] == "COPY" else none
-
-    structure_of = schema.structured(captured, asked)
+    kinds, steps = _kinds(captured)
+    copied = {
+        path: steps[path]
+        for path, kind in kinds.items()
+        if kind == "COPY" and schema.at(captured, steps[path]) is not None
+    }
+    rebound = [steps[path] for path, kind in kinds.items() if kind in _REBOUND]
+    asked: list[tuple[Steps, Callable[[Any], object]]] = []
+    for place, _, _ in schema.walked(captured):
+        path = schema.text_of(place)
+        if path in kinds:
+            asked.append((place, _is_tensor if kinds[path] == "COPY" else _is_none))
+        elif not any(path and schema.within(path, whole) for whole in kinds):
+            asked.append((place, schema.built))
+    built = schema.builder(asked)
     return _Recipe(
         registration.stamp(),
         kinds,
-        structure_of(captured),
-        structure_of,
-        schema.tuple_of(f"x.{p}" for p, kind in kinds.items() if kind == "EQUAL"),
-        schema.tuple_of(f"x.{p}" for p in copied),
-        _rebinding([p for p, kind in kinds.items() if kind in _BOUND]),
-        {},
+        built,
+        built(captured),
+        schema.getter_of([steps[path] for path, kind in kinds.items() if kind == "EQUAL"]),
+        schema.getter_of(list(copied.values())),
+        schema.getter_of(rebound),
+        copied,
+        rebound,
     )
 
 
-_BOUND: tuple[Kind, ...] = ("REBIND", "FOLLOWS")
+def _is_none(x: object) -> bool:
+    return x is None
 
 
-def _kinds(captured: object) -> dict[str, Kind]:
-    """What becomes of each field: declared, else shown by graphs, else an error.
+def _is_tensor(x: object) -> tuple[bool, bool]:
+    return x is None, isinstance(x, Tensor)
+
+
+def _kinds(captured: object) -> tuple[dict[str, Kind], dict[str, Steps]]:
+    """What becomes of each field, declared or shown by graphs, and the way to it.
 
     A container of which nothing is copied is bound as one, and so is an object declared so.
+
+    Raises:
+        BindingError: of a tensor neither is known.
     """
     cls = type(captured)
     declared = declared_of({p: type(part) for p, part in schema.parts(captured).items()})
     shown = kinds_of(cls)
     found: dict[str, Kind] = {}
+    ways: dict[str, Steps] = {}
 
     def of_leaf(path: str, value: object) -> Kind:
-        kind: Kind | None = declared_kind(path, declared)
-        if kind is not None:
-            return kind
-        if not isinstance(value, Tensor):
-            return "FOLLOWS"
-        if shown is not None and path in shown:
-            return shown[path]
-        raise BindingError(
-            f"Nothing is known of {cls.__name__}.{path}.",
-            where=f"refresh of {cls.__name__}",
-            expected="a declaration, or a graph that was compiled with such an object",
-            found="neither" if shown is None else "graphs that met no such field",
-            fix="Call what was compiled first, or declare it with register_metadata_binding.",
-        )
+        kind: Kind | None = schema.kind_at(path, declared)
+        if kind is None and isinstance(value, Tensor):
+            kind = (shown or {}).get(path)
+            if kind is None:
+                raise _unknown(cls, path, "neither" if shown is None else "graphs without it")
+        return kind or "FOLLOWS"
 
     def is_bound_as_one(path: str) -> bool:
         inner = [kind for name, kind in declared.items() if schema.within(name, path)]
         return declared.get(path) == "REBIND" and set(inner) == {"REBIND"}
 
-    def search(path: str, value: object) -> None:
-        inside = list(schema.items(value, path))
-        if path and (not inside or is_bound_as_one(path)):
-            found[path] = of_leaf(path, value)
+    def search(steps: Steps, value: object) -> None:
+        path = schema.text_of(steps)
+        inside = list(schema.items(value))
+        if steps and (not inside or is_bound_as_one(path)):
+            found[path], ways[path] = of_leaf(path, value), steps
             return
         before = len(found)
-        for inner, held in inside:
-            search(inner, held)
+        for step, held in inside:
+            search((*steps, step), held)
         mine = list(found)[before:]
-        if isinstance(value, (list, tuple, dict)) and all(found[p] in _BOUND for p in mine):
+        if isinstance(value, (list, tuple, dict)) and all(found[p] in _REBOUND for p in mine):
             for p in mine:
                 del found[p]
-            found[path] = "REBIND"
+            found[path], ways[path] = "REBIND", steps
 
-    search("", captured)
-    return found
-
-
-def _compare(captured: object, live: object, kinds: Mapping[str, Kind]) -> None:
-    """Says what keeps two objects apart, if it matters.
-
-    Raises:
-        BindingError: it does.
-    """
-    cls = type(captured)
-    todo: list[tuple[str, Any, Any]] = [("", captured, live)]
-    while todo:
-        path, mine, other = todo.pop(0)
-        kind = kinds.get(path)
-        if kind == "EQUAL" and mine != other:
-            raise unequal(cls, path, mine, other)
-        if (mine is None) != (other is None):
-            raise _unlike(cls, path, _said(mine), _said(other))
-        if kind == "COPY" and _said(mine) != _said(other):
-            raise _unlike(cls, path, _said(mine), _said(other))
-        if kind is None:
-            ours, theirs = (list(schema.items(x, path)) for x in (mine, other))
-            if type(mine) is not type(other) or [p for p, _ in ours] != [p for p, _ in theirs]:
-                raise _unlike(cls, path, _said(mine), _said(other))
-            todo += [(p, a, b) for (p, a), (_, b) in zip(ours, theirs, strict=True)]
+    search((), captured)
+    return found, ways
 
 
-def _said(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)} on {value.device}".removeprefix("torch.")
-    inside = [path for path, _ in schema.items(value, "")]
-    return f"a {type(value).__name__} of {', '.join(inside)}" if inside else repr(value)
-
-
-def _unlike(cls: type, path: str, expected: str, found: str) -> BindingError:
-    name = f"{cls.__name__}.{path}" if path else cls.__name__
+def _unknown(cls: type, path: str, found: str) -> BindingError:
     return BindingError(
-        f"{name} cannot be refreshed.",
-        where=f"refresh of {name}",
-        expected=expected,
+        f"Nothing is known of {cls.__name__}.{path}.",
+        where=f"refresh of {cls.__name__}",
+        expected="a declaration, or a graph that was compiled with such an object",
         found=found,
-        fix="Build it at the sizes that were captured: widths from capacity, not from the batch.",
+        fix="Call what was compiled first, or declare it with register_metadata_binding.",
     )
 
 
-def _apart(
-    cls: type, recipe: _Recipe, captured: object, live: object
-) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """Pairs to copy where some of the memory is one: each target once, no source overwritten.
+def _pairs_over_shared_memory(recipe: _Recipe, captured: object, live: object) -> Pairs:
+    """What to copy where some of the memory is one: each target once, no source overwritten.
 
     Raises:
         BindingError: two fields are one tensor in ``captured`` and two in ``live``.
     """
+    cls = type(captured)
     into: dict[int, tuple[str, Tensor, Tensor]] = {}
-    paths = [p for p, kind in recipe.kinds.items() if kind == "COPY"]
-    for path in paths:
-        t, s = schema.getter(path)(captured), schema.getter(path)(live)
-        if t is None or not t.numel():
+    for path, steps in recipe.copied.items():
+        t, s = schema.at(captured, steps), schema.at(live, steps)
+        if not t.numel():
             continue
         first, _, other = into.setdefault(t.data_ptr(), (path, t, s))
         if other.data_ptr() != s.data_ptr():
-            raise _unlike(cls, path, f"one tensor with {first}, as captured", "two tensors")
+            fix = f"Let both hold one tensor, or capture an object in which {path} has its own."
+            raise unlike(cls, path, f"one tensor with {first}, as captured", "two tensors", fix)
     pairs = [(t, s) for _, t, s in into.values() if t.data_ptr() != s.data_ptr()]
-    starts = {t.data_ptr() for t, _ in pairs}
-    targets = [t for t, _ in pairs]
-    sources = [s.clone() if s.data_ptr() in starts else s for _, s in pairs]
-    return [(pick(targets), pick(sources)) for pick in _Place(targets).alike]
-
-
-def _rebinding(paths: Sequence[str]) -> Callable[[Any, Any], None]:
-    """Binds fields of one object to what another holds there."""
-    lines = []
-    for path in paths:
-        if path.endswith("]"):
-            lines.append(f"put(x, {path!r}, y.{path})")
-        else:
-            holder, _, name = path.rpartition(".")
-            lines.append(f"bind(x{'.' if holder else ''}{holder}, {name!r}, y.{path})")
-    body = "".join(f"    {line}\n" for line in lines) or "    pass\n"
-    namespace: dict[str, Any] = {"bind": object.__setattr__, "put": schema.put}
-    exec(compile(f"def rebind(x, y):\n{body}", "<rebinding>", "exec"), namespace)
-    function: Callable[[Any, Any], None] = namespace["rebind"]
-    return function
+    place = _Place([t for t, _ in pairs])
+    sources = [s.clone() if place.meets(s) else s for _, s in pairs]
+    return [([pairs[i][0] for i in alike], [sources[i] for i in alike]) for alike in place.alike]

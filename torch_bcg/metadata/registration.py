@@ -12,14 +12,17 @@ A field in no list is derived. Any other number FOLLOWS the call.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
+
+import torch
 
 from torch_bcg.errors import BindingError
-from torch_bcg.graph.values import Kind
-from torch_bcg.metadata.schema import check_names, getter, kind_at
+from torch_bcg.graph.values import Kind, stronger
+from torch_bcg.metadata.schema import at, check_names, layout_of
 
 Declared = Literal["COPY", "REBIND", "WRITTEN", "EQUAL"]
 
@@ -31,19 +34,17 @@ class Registration:
     Attributes:
         cls: the class.
         declared: kind by name of a field.
+        varying: what Dynamo was told of it, see `let_vary`.
     """
 
     cls: type
-    declared: dict[str, Declared]
+    declared: Mapping[str, Declared]
+    varying: list[str] = field(default_factory=list)
 
     @property
     def bound(self) -> object | None:
         """The object that is bound now, or None."""
         return self.cls.__dict__.get(BOUND)
-
-    def bind(self, metadata: object | None) -> None:
-        """Binds an object, or nothing."""
-        setattr(self.cls, BOUND, metadata)
 
     def remove(self) -> None:
         """Forgets the class; live programs that read it plan again at their next call.
@@ -62,14 +63,43 @@ class Registration:
         if REGISTERED.get(self.cls) is self:
             del REGISTERED[self.cls]
             delattr(self.cls, BOUND)
-            _changed()
+            delattr(self.cls, TRACED)
+            _tell([t for t in _told() if t not in self.varying])
+            _versions["declared"] += 1
 
 
-# Where the bound object is: an attribute of its class. In a dict traced code would be guarded by
-# all classes that it holds, and compiled again when another one is registered.
-BOUND = "__torch_bcg_bound__"
+# Where the bound object and its twin are: attributes of the class. In a dict traced code would be
+# guarded by all classes that it holds, and compiled again when another one is registered.
+BOUND, TRACED = "__torch_bcg_bound__", "__torch_bcg_traced__"
 REGISTERED: dict[type, Registration] = {}
-_versions = [0, 0]  # of what is registered, of what graphs have shown
+_versions = {"declared": 0, "shown": 0}
+
+
+def bind(cls: type, metadata: object | None, twin: object | None) -> None:
+    """Binds an object, or nothing."""
+    setattr(cls, BOUND, metadata)
+    setattr(cls, TRACED, twin)
+
+
+def let_vary(registration: Registration, text: str) -> None:
+    """Tells Dynamo that what it calls ``text`` is no constant, until the class is removed.
+
+    It takes an integer behind a global name for one, makes a graph for each value, and gives up
+    after eight.
+    """
+    # Dynamo drops spaces, and commas end a pattern.
+    pattern = re.sub(r"\\? |,", ".", re.escape(text))
+    if pattern not in _told():
+        registration.varying.append(pattern)
+        _tell([*_told(), pattern])
+
+
+def _told() -> list[str]:
+    return [t for t in torch.compiler.config.dynamic_sources.split(",") if t]
+
+
+def _tell(patterns: Iterable[str]) -> None:
+    torch.compiler.config.dynamic_sources = ",".join(patterns)
 
 
 @dataclass
@@ -135,27 +165,22 @@ def register_metadata_binding(
                     found=f"{declared[name].lower()}= and {kind.lower()}=",
                     fix="Take it out of one of them.",
                 )
-    old = REGISTERED.get(cls)
-    if old is not None and old.bound is not None:
-        old.remove()  # says why not
+    if cls in REGISTERED:
+        REGISTERED[cls].remove()
     made = REGISTERED[cls] = Registration(cls, declared)
-    made.bind(None)
-    _changed()
+    bind(cls, None, None)
+    _versions["declared"] += 1
     return made
-
-
-def _changed() -> None:
-    _versions[0] += 1
 
 
 def generation() -> int:
     """Grows whenever a class is registered or removed."""
-    return _versions[0]
+    return _versions["declared"]
 
 
 def stamp() -> tuple[int, int]:
     """Changes whenever what is declared or what graphs have shown does."""
-    return _versions[0], _versions[1]
+    return _versions["declared"], _versions["shown"]
 
 
 def registrations_of(cls: type) -> list[Registration]:
@@ -186,7 +211,18 @@ def remember(owner: object, shown: Mapping[type, Shown]) -> None:
                     raise unequal(cls, path, other.equal[path], value)
     if shown != _shown.get(owner, {}):
         _shown[owner] = shown
-        _versions[1] += 1
+        _versions["shown"] += 1
+
+
+def forget(owner: object) -> None:
+    """What a graph has shown is no longer so."""
+    remember(owner, {})
+
+
+def bound_objects() -> list[object]:
+    """All that is bound now."""
+    bound = {id(r.bound): r.bound for r in REGISTERED.values() if r.bound is not None}
+    return list(bound.values())
 
 
 def shown_of(cls: type, but: object = None) -> Iterator[Shown]:
@@ -201,11 +237,10 @@ def kinds_of(cls: type) -> dict[str, Kind] | None:
     every = list(shown_of(cls))
     if not every:
         return None
-    strength = list(cast("tuple[Kind, ...]", ("EQUAL", "FOLLOWS", "REBIND", "COPY", "WRITTEN")))
     found: dict[str, Kind] = {}
     for shown in every:
         for path, kind in shown.kinds.items():
-            found[path] = max(kind, found.get(path, kind), key=strength.index)
+            found[path] = stronger(kind, found.get(path, kind))
     return found
 
 
@@ -229,7 +264,8 @@ def check_equal(instance: object) -> None:
     """
     for shown in shown_of(type(instance)):
         for path, value in shown.equal.items():
-            now = getter(path)(instance)
+            steps = layout_of(instance).paths.get(path)
+            now = None if steps is None else at(instance, steps)
             if now != value:
                 raise unequal(type(instance), path, value, now)
 
@@ -243,8 +279,3 @@ def unequal(cls: type, path: str, expected: object, found: object) -> BindingErr
         found=repr(found),
         fix="Leave it out of equal= if it may change, or torch_bcg.reset() what was compiled.",
     )
-
-
-def declared_kind(path: str, declared: Mapping[str, Declared]) -> Declared | None:
-    """What is declared of a path, itself or a field that it lies in."""
-    return cast("Declared | None", kind_at(path, declared))

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from torch_bcg.metadata.registration import REGISTERED
+from torch_bcg.metadata.registration import bound_objects
 from torch_bcg.metadata.schema import leaves, parts, within
 
 _lock = threading.RLock()
@@ -22,10 +22,10 @@ def reads_noted() -> Iterator[set[tuple[type, str]]]:
     """
     noted: set[tuple[type, str]] = set()
     with _lock, contextlib.ExitStack() as stack:
-        bound = {id(r.bound): r.bound for r in REGISTERED.values() if r.bound is not None}
+        bound = bound_objects()
         places: dict[int, list[tuple[type, str]]] = {}
         classes: dict[type, None] = {}
-        for instance in bound.values():
+        for instance in bound:
             for path, part in parts(instance).items():
                 places.setdefault(id(part), []).append((type(instance), path))
                 classes[type(part)] = None
@@ -33,7 +33,7 @@ def reads_noted() -> Iterator[set[tuple[type, str]]]:
         for cls in classes:
             stack.enter_context(_noting(cls, seen))
         yield noted
-    for instance in bound.values():
+    for instance in bound:
         held, inside = leaves(instance), parts(instance)
         for identity, name in seen:
             for cls, path in places.get(identity, ()):

@@ -281,7 +281,8 @@ class _Binder(Fronts):
         spec = self.values[o.name].spec
         assert spec is not None
         size, stride, offset = self.live[o.name]
-        geometry = (size, stride, offset - self.live[o.base][2])
+        first = self.live[o.base][2] if o.base in self.live else 0  # else it is an argument's
+        geometry = (size, stride, offset - first)
         return steps.view_out(self.cells, cell, self.cell_of(o.base), spec.dtype, geometry)
 
 

@@ -1,0 +1,138 @@
+"""Where the arguments of a graph come from, as Dynamo says it: names, metadata objects behind them.
+
+Everything of Dynamo's that this takes, and that is not public, is asked for here alone, each in a
+function that says what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import TracingContext
+
+from torch_bcg.errors import BindingError
+from torch_bcg.metadata.instances import Instance, Read, instance_of
+from torch_bcg.metadata.registration import (
+    REGISTERED,
+    declared_of,
+    let_vary,
+    registrations_of,
+    shown_of,
+)
+from torch_bcg.metadata.schema import kind_at
+
+# Guards that compare what an object holds with what it held.
+_COMPARED = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH")
+
+
+def transaction() -> Any | None:
+    """Dynamo's translation of the frame that it compiles now; None outside a compilation."""
+    return InstructionTranslator.current_tx() if TracingContext.try_get() else None
+
+
+def local_scope() -> Mapping[str, Any]:
+    """The local variables of the frame that Dynamo compiles now, by name."""
+    frame = transaction()
+    return {} if frame is None else frame.output.local_scope
+
+
+def source_text(placeholder: fx.Node) -> str | None:
+    """``L['md'].core.slots``: where an argument comes from; None if Dynamo does not say."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return None if source is None else _text_of(source)
+
+
+def _text_of(source: Any) -> str:
+    name = getattr(source, "name", None)
+    text = name() if callable(name) else name  # by version of torch
+    if not isinstance(text, str):
+        raise _silent(f"the name of a source, of {type(source).__name__}", repr(text))
+    return text
+
+
+def _ways(source: Any) -> Iterator[str]:
+    """The texts of all that a source is reached through, the nearest first."""
+    while (source := getattr(source, "base", None)) is not None:
+        yield _text_of(source)
+
+
+def _sources(gm: fx.GraphModule) -> list[tuple[str, Any]]:
+    """(placeholder, source) of arguments, ("", source) of what guards compare with a constant."""
+    found = [(p.name, getattr(p, "_dynamo_source", None)) for p in _placeholders(gm)]
+    if found and all(source is None for _, source in found):
+        raise _silent("_dynamo_source of placeholders", "no such attribute")
+    guards = getattr(TracingContext.get().guards_context, "dynamo_guards", None)
+    if guards is None:
+        raise _silent("guards_context.dynamo_guards", "no such attribute")
+    for guard in guards:
+        if not hasattr(guard, "create_fn_name") or not hasattr(guard, "originating_source"):
+            raise _silent("create_fn_name and originating_source of a guard", repr(type(guard)))
+        if guard.create_fn_name() in _COMPARED:
+            found.append(("", guard.originating_source))
+    return [(name, source) for name, source in found if source is not None]
+
+
+def _placeholders(gm: fx.GraphModule) -> Sequence[fx.Node]:
+    return list(gm.graph.find_nodes(op="placeholder"))
+
+
+def _silent(what: str, found: str) -> BindingError:
+    return BindingError(
+        "This torch does not say where the arguments of a graph come from.",
+        where="torch_bcg.sources",
+        expected=what,
+        found=found,
+        fix="Report the version of torch. Without register_metadata_binding all else works.",
+    )
+
+
+def _object_at(text: str, scope: dict[str, Any]) -> object:
+    """The object behind a text, which is Python; None where it needs names of Dynamo's own."""
+    try:
+        return eval(text, dict(scope))
+    except (NameError, AttributeError, LookupError, TypeError, SyntaxError):
+        return None
+
+
+def metadata_behind(gm: fx.GraphModule) -> tuple[Instance, ...]:
+    """The objects of registered classes that the graph reads, and which of their fields.
+
+    Args:
+        gm: Dynamo's own graph, while Dynamo calls the backend.
+
+    Raises:
+        BindingError: an attribute is read that is no field, or torch says no more where an argument
+            comes from.
+    """
+    frame = transaction()
+    if frame is None or not REGISTERED:
+        return ()
+    scope = {"L": frame.output.local_scope, "G": frame.output.global_scope}
+    objects: dict[str, object] = {}
+    found: dict[int, tuple[object, list[Read]]] = {}
+    for placeholder, source in _sources(gm):
+        whole = _text_of(source)
+        for text in _ways(source):
+            if text not in objects:
+                objects[text] = _object_at(text, scope)
+            if registrations_of(type(objects[text])):
+                path = whole.removeprefix(text).removeprefix(".")
+                reads = found.setdefault(id(objects[text]), (objects[text], []))[1]
+                reads.append(Read(path, placeholder, whole))
+    return tuple(instance_of(metadata, reads) for metadata, reads in found.values())
+
+
+def let_integers_vary(instances: Sequence[Instance]) -> None:
+    """Tells Dynamo of integers that differ between graphs: from the next one on they vary."""
+    for instance in instances:
+        declared = declared_of(instance.parts)
+        for path, text in instance.constants.items():
+            value = instance.numbers.get(path)
+            if type(value) is not int or kind_at(path, declared) == "EQUAL":
+                continue
+            seen = [shown.constants.get(path, value) for shown in shown_of(instance.cls)]
+            if any(other != value for other in seen):
+                let_vary(registrations_of(instance.cls)[0], text)
