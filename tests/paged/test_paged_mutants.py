@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import torch_bcg
-from mutants.breaks import always, first_time_only, replaced
+from mutants.breaks import first_time_only, replaced
 from paged.paged_model import Llama, Paged, Sizes, lengthened
 from paged.paged_requests import Scheduler
 from paged.paged_serving import Served, by_calls, by_engine, registered
 from torch_bcg.errors import BindingError
-from torch_bcg.metadata import bind_metadata, refreshing
+from torch_bcg.metadata import refreshing, schema
 from torch_bcg.runtime import steps
 from torch_bcg.runtime.calls import _Binder
 
@@ -69,7 +69,11 @@ def taken_for(kind, *fields):
     """`refresh` takes fields for what they are not."""
 
     def change(original):
-        return lambda captured: {**original(captured), **dict.fromkeys(fields, kind)}
+        def kinds(captured):
+            found, ways = original(captured)
+            return {**found, **dict.fromkeys(fields, kind)}, ways
+
+        return kinds
 
     return replaced(refreshing, "_kinds", change)
 
@@ -156,7 +160,7 @@ MUTANTS = {
     "an aliased field left alone": (by_engine, taken_for("WRITTEN", "query_positions"), DIFFERS),
     "aliased fields shown as one": (
         by_engine,
-        replaced(bind_metadata, "_tell_apart", always(None)),
+        replaced(schema, "twin_of", lambda original: lambda metadata, of: metadata),
         (AssertionError, "recorded again"),
     ),
 }

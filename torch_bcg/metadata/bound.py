@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -84,8 +85,8 @@ class bind_metadata:  # noqa: N801 - used like a function
         if not found:
             raise _nothing_bound(type(self.metadata))
         check_equal(self.metadata)
-        self.twin = schema.copied(self.metadata, _distinct)
         self.layout = schema.layout_of(self.metadata)
+        self.twin = schema.twin_of(self.metadata, _distinct)
         self.before = self.layout.values(self.metadata), self.layout.values(self.twin)
         with _lock:
             for registration in found:
@@ -110,7 +111,9 @@ class bind_metadata:  # noqa: N801 - used like a function
 
     def _compare(self) -> None:
         """Brings over what traced code bound, and refuses what it should have seen and did not."""
-        now = [self._values(self.metadata), self._values(self.twin)]
+        now = self._values(self.metadata), self._values(self.twin)
+        if all(all(map(operator.is_, *both)) for both in zip(self.before, now, strict=True)):
+            return
         places = zip(self.layout.paths.items(), *self.before, *now, strict=True)
         for (path, steps), ours, theirs, ours_now, theirs_now in places:
             if theirs_now is not theirs:
@@ -119,26 +122,26 @@ class bind_metadata:  # noqa: N801 - used like a function
                 raise _replaced(type(self.metadata), path)
 
     def _values(self, x: object) -> Sequence[Any]:
-        if self.layout.fits(x):
+        if self.layout.built.like(x):
             return self.layout.values(x)
         found = schema.leaves(x)
         return [found.get(path) for path in self.layout.paths]
 
 
-def _distinct(real: Any) -> Any:
-    """Another tensor over the same memory, with what was marked about it; else the thing itself.
+def _distinct(real: Tensor) -> Tensor:
+    """Another tensor over the same memory, with what was marked about it.
 
     Of one with a static address it is always the same: a program is known by such objects.
     """
-    if not isinstance(real, Tensor):
-        return real
-    static = has_static_address(real)
-    known: Tensor | None = _of_static.get(real) if static else None
+    marks = real.__dict__
+    if not marks:
+        return real.detach()
+    known: Tensor | None = _of_static.get(real) if has_static_address(real) else None
     if known is not None and known.data_ptr() == real.data_ptr():
         return known
     distinct = real.detach()
-    distinct.__dict__.update(real.__dict__)
-    if static:
+    distinct.__dict__.update(marks)
+    if has_static_address(real):
         _of_static[real] = distinct
     return distinct
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import operator
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch_bcg.errors import BindingError
 from torch_bcg.graph.values import Kind
 from torch_bcg.metadata import registration, schema
-from torch_bcg.metadata.comparing import refuse_if_unlike, unlike
+from torch_bcg.metadata.comparing import refuse_if_unlike, same_geometry, unlike
 from torch_bcg.metadata.registration import declared_of, kinds_of
 from torch_bcg.metadata.schema import Getter, Steps
 
@@ -40,9 +39,9 @@ def refresh(captured: object, live: object) -> None:
     """
     cls = type(captured)
     recipe = _recipes.get(cls)
-    if recipe is None or recipe.stamp != registration.stamp() or not recipe.fits(captured):
+    if recipe is None or recipe.stamp != registration.stamp() or not recipe.built.like(captured):
         recipe = _recipes[cls] = _made_for(captured)
-    if type(live) is not cls or not recipe.fits(live) or recipe.differ(captured, live):
+    if type(live) is not cls or not recipe.built.like(live) or recipe.differ(captured, live):
         refuse_if_unlike(captured, live, recipe.kinds)
     targets, sources = recipe.copies(captured), recipe.copies(live)
     place = recipe.place_of(captured, targets)
@@ -64,19 +63,23 @@ class _Place:
 
     Attributes:
         tensors: weak references to them.
+        like: whether others have their geometry, see `same_geometry`.
         shapes, dtypes, devices: of them.
         starts, ends: their addresses in ascending order, by the byte.
+        largest: bytes of the largest one.
         apart: no two meet.
         alike: their places, for each dtype and device.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self.tensors = [weakref.ref(t) for t in targets]
+        self.like = same_geometry(targets)
         self.shapes = [t.shape for t in targets]
         self.dtypes = [t.dtype for t in targets]
         self.devices = [t.device for t in targets]
         ranges = sorted(_range(t) for t in targets)
         self.starts, self.ends = [low for low, _ in ranges], [high for _, high in ranges]
+        self.largest = max((high - low for low, high in ranges), default=0)
         self.apart = all(a <= b for a, b in zip(self.ends, self.starts[1:], strict=False))
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, t in enumerate(targets):
@@ -90,7 +93,7 @@ class _Place:
 
     def takes(self, sources: Sequence[Tensor]) -> bool:
         """Whether sources have the shapes, dtypes and devices of their targets."""
-        return (
+        return self.like(sources) or (
             [s.shape for s in sources] == self.shapes
             and [s.dtype for s in sources] == self.dtypes
             and [s.device for s in sources] == self.devices
@@ -98,16 +101,19 @@ class _Place:
 
     def pairs(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Pairs:
         """What to copy in one launch each; nothing where some of the memory may be one."""
-        if not self.apart or any(map(self.meets, sources)):
+        if not self.apart or self.meet(sources):
             return []
         return [([targets[i] for i in alike], [sources[i] for i in alike]) for alike in self.alike]
 
+    def meet(self, sources: Sequence[Tensor]) -> bool:
+        """Whether a source lies in the memory of a target."""
+        starts = [s.data_ptr() for s in sources]
+        if starts and (min(starts) >= self.ends[-1] or max(starts) < self.starts[0] - self.largest):
+            return False  # most are made long after what was captured, elsewhere
+        return any(map(self.meets, sources))
+
     def meets(self, source: Tensor) -> bool:
-        """Whether a source lies in the memory of a target, or may."""
-        start = source.data_ptr()
-        if source.is_contiguous():
-            i = bisect_left(self.starts, start + source.nbytes)
-            return i > 0 and self.ends[i - 1] > start
+        """Whether one source lies in the memory of a target."""
         low, high = _range(source)
         i = bisect_left(self.starts, high)
         return i > 0 and self.ends[i - 1] > low
@@ -128,7 +134,7 @@ class _Recipe:
     Attributes:
         stamp: of registrations and graphs, when it was made.
         kinds: by path; of a container or object that is bound as one there is no more.
-        built, structure: what tells objects that are built alike, and what it told.
+        built: tells whether another object is built like the one that this was made for.
         equal, copies, values: what is compared, copied and rebound of an object.
         copied, rebound: paths of the latter two.
         places: of captured objects, by id.
@@ -136,18 +142,13 @@ class _Recipe:
 
     stamp: tuple[int, int]
     kinds: Mapping[str, Kind]
-    built: Getter
-    structure: tuple[object, ...]
+    built: schema.Built
     equal: Getter
     copies: Getter
     values: Getter
     copied: Mapping[str, Steps]
     rebound: Sequence[Steps]
     places: dict[int, _Place] = field(default_factory=dict)
-
-    def fits(self, x: object) -> bool:
-        """Whether an object is built like the one that this was made for."""
-        return schema.fits(x, self.built, self.structure)
 
     def differ(self, captured: object, live: object) -> bool:
         """Whether numbers that are declared equal are not."""
@@ -176,33 +177,21 @@ def _made_for(captured: object) -> _Recipe:
         if kind == "COPY" and schema.at(captured, steps[path]) is not None
     }
     rebound = [steps[path] for path, kind in kinds.items() if kind in _REBOUND]
-    asked: list[tuple[Steps, Callable[[Any], object]]] = []
+    places = []
     for place, _, _ in schema.walked(captured):
         path = schema.text_of(place)
-        if path in kinds:
-            asked.append((place, _is_tensor if kinds[path] == "COPY" else _is_none))
-        elif not any(path and schema.within(path, whole) for whole in kinds):
-            asked.append((place, schema.built))
-    built = schema.builder(asked)
+        if path and (path in kinds or not any(schema.within(path, whole) for whole in kinds)):
+            places.append(place)
     return _Recipe(
         registration.stamp(),
         kinds,
-        built,
-        built(captured),
+        schema.Built(captured, places),
         schema.getter_of([steps[path] for path, kind in kinds.items() if kind == "EQUAL"]),
         schema.getter_of(list(copied.values())),
         schema.getter_of(rebound),
         copied,
         rebound,
     )
-
-
-def _is_none(x: object) -> bool:
-    return x is None
-
-
-def _is_tensor(x: object) -> tuple[bool, bool]:
-    return x is None, isinstance(x, Tensor)
 
 
 def _kinds(captured: object) -> tuple[dict[str, Kind], dict[str, Steps]]:

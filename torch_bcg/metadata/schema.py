@@ -116,25 +116,54 @@ def walked(x: object, steps: Steps = ()) -> Iterator[tuple[Steps, Any, bool]]:
         todo = [*inside, *todo]
 
 
+class Built:
+    """Tells whether other objects are built like one: the same types at all places.
+
+    Args:
+        x: an object.
+        places: in it, outer ones first; more is asked of what a container holds.
+    """
+
+    def __init__(self, x: object, places: Sequence[Steps]) -> None:
+        self.at = getter_of(places)
+        held = self.at(x)
+        self.types = [type(x), *map(type, held)]
+        self.containers = [i for i, v in enumerate(held) if isinstance(v, (list, tuple, dict))]
+        self.contents = [_contents(held[i]) for i in self.containers]
+
+    def like(self, x: object) -> bool:
+        """Whether an object is built alike."""
+        try:
+            held = self.at(x)
+        except (AttributeError, LookupError, TypeError):  # it has no such place
+            return False
+        return [type(x), *map(type, held)] == self.types and [
+            _contents(held[i]) for i in self.containers
+        ] == self.contents
+
+
+def _contents(x: Any) -> object:
+    """Length or keys of a container of tensors; of one of numbers only that it is one."""
+    return holds(x) and (tuple(x) if isinstance(x, dict) else len(x))
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How the objects of one class are built, for as long as they are built alike.
 
     Attributes:
-        paths: of what is no dataclass and no container, with the steps.
+        paths: of what is no dataclass and no container of tensors, with the steps.
         values: what an object holds there.
-        built: what tells whether another object is built alike, see `builder`.
-        structure: what that gave.
+        tensors: places of tensors among them, with the steps of what holds it and its name there.
+        parts: steps of the dataclass objects inside; None where a container holds tensors.
+        built: tells whether another object is built alike.
     """
 
     paths: Mapping[str, Steps]
     values: Getter
-    built: Getter
-    structure: tuple[object, ...]
-
-    def fits(self, x: object) -> bool:
-        """Whether an object is built like this."""
-        return fits(x, self.built, self.structure)
+    tensors: Sequence[tuple[int, Steps, str]]
+    parts: Sequence[Steps] | None
+    built: Built
 
 
 _layouts: dict[type, Layout] = {}
@@ -143,34 +172,37 @@ _layouts: dict[type, Layout] = {}
 def layout_of(x: object) -> Layout:
     """How an object is built; of each class the last layout is kept."""
     layout = _layouts.get(type(x))
-    if layout is None or not layout.fits(x):
-        found = {text_of(s): s for s, _, inside in walked(x) if s and not inside}
-        ask = builder([(s, built) for s, _, _ in walked(x)])
-        layout = Layout(found, getter_of(list(found.values())), ask, ask(x))
-        _layouts[type(x)] = layout
+    if layout is None or not layout.built.like(x):
+        every = list(walked(x))
+        ends = [(steps, value) for steps, value, inside in every if steps and not inside]
+        inner = [(steps, value) for steps, value, inside in every if steps and inside]
+        layout = _layouts[type(x)] = Layout(
+            {text_of(steps): steps for steps, _ in ends},
+            getter_of([steps for steps, _ in ends]),
+            [
+                (i, steps[:-1], steps[-1].key)
+                for i, (steps, value) in enumerate(ends)
+                if isinstance(value, Tensor)
+            ],
+            [s for s, _ in inner] if all(_is_object(value) for _, value in inner) else None,
+            Built(x, [steps for steps, _, _ in every if steps]),
+        )
     return layout
 
 
-def built(x: object) -> object:
-    """What is compared of one place: its type, of a container what it holds as well."""
-    if isinstance(x, (list, tuple)):
-        return type(x), len(x), holds(x)
-    return (type(x), tuple(x), holds(x)) if isinstance(x, dict) else type(x)
-
-
-def builder(asked: Sequence[tuple[Steps, Callable[[Any], object]]]) -> Getter:
-    """A function that asks something of several places of an object, outer ones first."""
-    values = getter_of([steps for steps, _ in asked if steps])
-    questions = [ask for steps, ask in asked if steps]
-    return lambda x: (type(x), *[ask(v) for ask, v in zip(questions, values(x), strict=True)])
-
-
-def fits(x: object, built: Getter, structure: tuple[object, ...]) -> bool:
-    """Whether the questions have the same answers for another object."""
-    try:
-        return built(x) == structure
-    except (AttributeError, LookupError, TypeError):  # another object has no such place
-        return False
+def twin_of(x: Any, of: Callable[[Tensor], Tensor]) -> Any:
+    """An object with new dataclasses and containers in it, and other tensors in place of its."""
+    layout = layout_of(x)
+    if layout.parts is None:
+        return copied(x, lambda value: of(value) if isinstance(value, Tensor) else value)
+    made: dict[Steps, Any] = {(): copy.copy(x)}
+    for steps in layout.parts:
+        made[steps] = part = copy.copy(at(x, steps))
+        object.__setattr__(made[steps[:-1]], steps[-1].key, part)
+    values = layout.values(x)
+    for i, holder, name in layout.tensors:
+        object.__setattr__(made[holder], name, of(values[i]))
+    return made[()]
 
 
 def leaves(x: object) -> dict[str, Any]:
