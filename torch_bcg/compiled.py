@@ -52,7 +52,7 @@ from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.slots import Slots
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
-from torch_bcg.sources import let_integers_vary, metadata_behind
+from torch_bcg.sources import check_apart, let_integers_vary, metadata_behind
 
 
 def current_generation() -> tuple[int, int]:
@@ -78,6 +78,7 @@ class CompiledGraph:
         self.number = next(_number)
         self.name, self.options = f"graph_{self.number}", options
         instances = metadata_behind(gm)
+        check_apart(gm)
         let_integers_vary(instances)
         names = names_of(instances)
         self.instances = renamed(instances, names)
@@ -236,7 +237,8 @@ class CompiledGraph:
         self.ambient = frozenset(noted)
         if self.rows.look(key) or self.ambient:
             self.make_plan()
-        registration.remember(self, shown_by(self.plan, self.instances))  # forgotten by a reset
+        shown = shown_by(self.plan, self.instances)  # forgotten by a reset
+        registration.remember(self, registration.as_bound(shown))
         self.probed = True
         self.seen[key] = 2  # recorded at once: the probe looked at this very key
         self.tell()

@@ -46,7 +46,11 @@ class ProgramHandle:
         )
         homes = {v.name: v.home for v in self.plan.values}
         self._specs = {v.name: v.spec for v in self.plan.values}
-        self.arguments = tuple(a for a in self.plan.arguments if homes[a] not in ("static", "size"))
+        self._sizes = self._size_places()
+        sizes = {self.plan.arguments[target] for target, _, _ in self._sizes}
+        self.arguments = tuple(
+            a for a in self.plan.arguments if homes[a] not in ("static", "size") and a not in sizes
+        )
         self._full: list[Any] = [None] * len(self.plan.arguments)
         self._given = [self.plan.arguments.index(a) for a in self.arguments]
         for symbol, argument, dim in self.plan.symbols:
@@ -84,8 +88,7 @@ class ProgramHandle:
             raise _unfit("number of arguments", str(len(self._given)), str(len(args)))
         for place, x in zip(self._given, args, strict=True):
             full[place] = x
-        if self._rows is not None:
-            target, source, dim = self._rows
+        for target, source, dim in (*self._rows, *self._sizes):
             full[target] = full[source].shape[dim]
         with self._graph.pool.lock:  # nobody frees it between the look and the call
             if program.dead or not program.statics.match(full):
@@ -124,31 +127,59 @@ class ProgramHandle:
         if self._program.dead:
             raise _unfit("program", "one that is recorded", "it was freed")
         classes = [instance.cls for instance in self._graph.instances]
-        if type(live) not in classes:
-            found = type(live).__name__
-            raise _unfit("metadata", f"a class that {self.plan.name} reads", found)
+        if classes.count(type(live)) != 1:
+            found = f"{classes.count(type(live))} objects of {type(live).__name__}"
+            raise _unfit("metadata", f"a class of which {self.plan.name} reads one object", found)
         fields = self.plan.bindings[classes.index(type(live))].fields
         homes = {v.name: v.home for v in self.plan.values}
         captured: T = copied(live, lambda value: value)
         paths = layout_of(live).paths
         for f in fields:
             real = at(live, paths[f.name]) if f.name in paths else None
-            if not isinstance(real, torch.Tensor) or f.kind not in ("COPY", "WRITTEN"):
+            home = homes.get(f.argument)
+            if (
+                not isinstance(real, torch.Tensor)
+                or f.kind not in ("COPY", "WRITTEN")
+                or home == "static"
+            ):
                 continue
             with torch.inference_mode(real.is_inference()):  # Dynamo tells the two apart
-                there = homes.get(f.argument) == "slot"
+                there = home == "slot"
                 mine = shared(self._program.slot(f.argument)) if there else real.clone()
+            self._check_own(f.name, real)
             put(captured, paths[f.name], mine)
         refresh(captured, live)
         return captured
 
-    def _row_places(self) -> tuple[int, int, int] | None:
+    def _check_own(self, name: str, real: torch.Tensor) -> None:
+        """Refuses a field in the memory of a static tensor: slots would be apart from it."""
+        storage = real.untyped_storage().data_ptr()
+        for ref in self._program.statics.objects:
+            static = ref()
+            if static is not None and static.untyped_storage().data_ptr() == storage:
+                raise _unfit(name, "memory of its own", "that of a tensor at its own address")
+
+    def _row_places(self) -> list[tuple[int, int, int]]:
         """The argument that is the padded size as a number, and the tensor and dim that have it."""
         padding, names = self.plan.padding, self.plan.arguments
-        for symbol, argument, dim in self.plan.symbols:
-            if padding is not None and symbol == padding.symbol and dim < 0:
-                return names.index(argument), names.index(padding.argument), padding.dim
-        return None
+        return [
+            (names.index(argument), names.index(padding.argument), padding.dim)
+            for symbol, argument, dim in self.plan.symbols
+            if padding is not None and symbol == padding.symbol and dim < 0
+        ]
+
+    def _size_places(self) -> list[tuple[int, int, int]]:
+        """Arguments that are sizes of no key, and the tensor and dim that have each."""
+        names, specs = self.plan.arguments, self._specs
+        return [
+            next(
+                (names.index(argument), names.index(n), spec.size.index(symbol))
+                for n, spec in specs.items()
+                if n in names and spec is not None and symbol in spec.size
+            )
+            for symbol, argument, dim in self.plan.call_symbols
+            if dim < 0
+        ]
 
 
 def _unfit(what: str, expected: str, found: str) -> BCGError:

@@ -9,20 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
+from torch.utils import _pytree as pytree
 
 from torch_bcg.errors import BindingError
 from torch_bcg.metadata.instances import Instance, Read, instance_of
 from torch_bcg.metadata.registration import (
+    BOUND,
     REGISTERED,
+    bound_objects,
     declared_of,
     let_vary,
     registrations_of,
     shown_of,
 )
-from torch_bcg.metadata.schema import kind_at
+from torch_bcg.metadata.schema import kind_at, leaves
 
 # Guards that compare what an object holds with what it held.
 _COMPARED = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH")
@@ -64,15 +68,20 @@ def _sources(gm: fx.GraphModule) -> list[tuple[str, Any]]:
     found = [(p.name, getattr(p, "_dynamo_source", None)) for p in _placeholders(gm)]
     if found and all(source is None for _, source in found):
         raise _silent("_dynamo_source of placeholders", "no such attribute")
+    found += [("", g.originating_source) for g in _guards() if g.create_fn_name() in _COMPARED]
+    return [(name, source) for name, source in found if source is not None]
+
+
+def _guards() -> list[Any]:
+    """What Dynamo compares before it calls the graph that it makes now."""
     guards = getattr(TracingContext.get().guards_context, "dynamo_guards", None)
     if guards is None:
         raise _silent("guards_context.dynamo_guards", "no such attribute")
-    for guard in guards:
+    found = list(guards)
+    for guard in found:
         if not hasattr(guard, "create_fn_name") or not hasattr(guard, "originating_source"):
             raise _silent("create_fn_name and originating_source of a guard", repr(type(guard)))
-        if guard.create_fn_name() in _COMPARED:
-            found.append(("", guard.originating_source))
-    return [(name, source) for name, source in found if source is not None]
+    return found
 
 
 def _placeholders(gm: fx.GraphModule) -> Sequence[fx.Node]:
@@ -123,6 +132,50 @@ def metadata_behind(gm: fx.GraphModule) -> tuple[Instance, ...]:
                 reads = found.setdefault(id(objects[text]), (objects[text], []))[1]
                 reads.append(Read(path, placeholder, whole))
     return tuple(instance_of(metadata, reads) for metadata, reads in found.values())
+
+
+def check_apart(gm: fx.GraphModule) -> None:
+    """Refuses a tensor of a bound object that reaches the graph in another way as well.
+
+    Dynamo takes the two for one, and would not see that another call brings two.
+
+    Args:
+        gm: Dynamo's own graph, while Dynamo calls the backend.
+
+    Raises:
+        BindingError: there is one, and the graph reads the object.
+    """
+    frame = transaction()
+    bound = bound_objects() if frame is not None else []
+    if frame is None or not bound:
+        return
+    scope = {"L": frame.output.local_scope, "G": frame.output.global_scope}
+    texts = {_text_of(g.originating_source) for g in _guards() if g.originating_source}
+    read = [_object_at(t[: t.index(BOUND)] + BOUND, scope) for t in texts if BOUND in t]
+    others = [(t, _object_at(t, scope)) for p in _placeholders(gm) if (t := source_text(p))]
+    others = [(text, x) for text, x in others if BOUND not in text]
+    others += [(name, x) for name, x in tree_leaves_of(frame.output.local_scope)]
+    for metadata in bound:
+        if any(metadata is x for x in read):
+            fields = {id(x): path for path, x in leaves(metadata).items()}
+            for text, x in others:
+                if isinstance(x, torch.Tensor) and id(x) in fields:
+                    raise _twice(f"{type(metadata).__name__}.{fields[id(x)]}", text)
+
+
+def tree_leaves_of(scope: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Leaves of all variables, in containers as well, by the name of the variable."""
+    return [(name, leaf) for name, x in scope.items() for leaf in pytree.tree_leaves(x)]
+
+
+def _twice(name: str, text: str) -> BindingError:
+    return BindingError(
+        f"{name} is also an argument or a tensor of the model.",
+        where=f"{name}, {text}",
+        expected="tensors of a call that were there before its metadata was bound",
+        found="one that was read from the bound object",
+        fix="Take it from the object before bind_metadata, or pass a view: tensor.view_as(tensor)",
+    )
 
 
 def let_integers_vary(instances: Sequence[Instance]) -> None:

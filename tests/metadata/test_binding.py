@@ -14,7 +14,7 @@ import torch_bcg
 from metadata.models import Both, Core, Meta, make
 from torch_bcg.errors import BindingError
 from torch_bcg.metadata import schema
-from torch_bcg.metadata.registration import BOUND, TRACED
+from torch_bcg.metadata.registration import BOUND
 from torch_bcg.metadata.watching import reads_noted
 from twin import plus_one
 
@@ -134,61 +134,89 @@ def test_an_error_inside_leaves_nothing_bound():
     md = make("cpu")
     with pytest.raises(ZeroDivisionError), torch_bcg.bind_metadata(md):
         raise ZeroDivisionError
-    assert (vars(Meta)[BOUND], vars(Meta)[TRACED]) == (None, None)
+    assert vars(Meta)[BOUND] is None
     with torch_bcg.bind_metadata(md):
         pass
 
 
-def test_traced_code_sees_a_twin_with_tensors_of_its_own():
+def test_fields_hold_other_tensors_inside_and_what_they_held_outside():
     torch_bcg.register_metadata_binding(Meta)
-    md = make("cpu", tags=[1])
-    md.lengths = md.core.table = md.slots
+    md = make("cpu", tags=[torch.ones(1), (torch.ones(2), 1)])
+    md.lengths = md.core.table = slots = md.slots
     torch._dynamo.mark_dynamic(md.slots, 0)
+    before, tags, pair = dict(vars(md)), list(md.tags), md.tags[1]
     with torch_bcg.bind_metadata(md):
-        twin = vars(Meta)[TRACED]
-        assert (type(twin), type(twin.core)) == (Meta, Core)
-        assert len({id(t) for t in (md.slots, twin.slots, twin.lengths, twin.core.table)}) == 4
-        assert md.slots.data_ptr() == twin.slots.data_ptr() == twin.core.table.data_ptr()
-        assert twin.lengths._dynamo_dynamic_indices == {0}
-        assert twin.tags is md.tags
-        assert md.lengths is md.slots
-    assert vars(Meta)[TRACED] is None
+        inside = [md.slots, md.lengths, md.core.table]
+        assert len({id(t) for t in (slots, *inside)}) == 4
+        assert {t.data_ptr() for t in inside} == {slots.data_ptr()}
+        assert md.lengths._dynamo_dynamic_indices == {0}
+        assert md.tags[0] is not tags[0]
+        assert md.tags[1][0] is not pair[0]
+        assert md.tags is before["tags"]
+        md.core.table = replaced = torch.ones(1)
+        md.tags.pop()
+        md.heads += 1
+    assert md.lengths is md.slots is slots
+    assert md.core.table is replaced
+    assert md.tags == tags[:1]
+    assert md.heads == before["heads"] + 1
 
 
-def test_what_traced_code_binds_is_bound_afterwards(device):
+def test_what_is_bound_in_traced_code_is_seen_behind_a_graph_break(device):
     def fn(x):
         md = torch_bcg.current_metadata(Meta)
         y = plus_one(x * 2) * 2
         md.bias, md.core.counts, md.heads = y.sum(1), y.sum(0), md.heads + 1
-        md.tags.append(1)
-        return y
+        md.tags.append(y)
+        torch._dynamo.graph_break()
+        md.heads += 1
+        return plus_one(y) + md.bias[:, None] + md.core.counts * md.heads + md.tags[0]
 
     torch_bcg.register_metadata_binding(Meta)
     compiled = torch.compile(fn, backend="bcg")
     with torch.no_grad():
-        for i in range(4):
-            md, x = make(device, heads=3), torch.randn(6, 4, device=device)
+        for _ in range(4):
+            x, live, md = torch.randn(6, 4, device=device), make(device), make(device)
+            with torch_bcg.bind_metadata(live):
+                want = fn(x)
             with torch_bcg.bind_metadata(md):
-                y = compiled(x)
-            assert torch.equal(md.bias, y.sum(1))
-            assert torch.equal(md.core.counts, y.sum(0))
-            assert (md.heads, md.tags) == (4, [1]), i
+                got = compiled(x)
+            assert torch.equal(got, want)
+            assert torch.equal(md.bias, live.bias)
+            assert (md.heads, len(md.tags)) == (live.heads, 1) == (4, 1)
 
 
-def test_a_field_that_traced_code_reads_is_not_replaced_meanwhile(device):
-    """Dynamo has read it at the beginning; nobody would see the other one."""
+def test_structure_that_changes_inside(device):
     torch_bcg.register_metadata_binding(Meta)
-    both = Both(device)
-    both(make(device))
-    md = make(device)
-    with (
-        pytest.raises(BindingError, match=r"Meta\.scale was replaced"),
-        torch_bcg.bind_metadata(md),
+    for change in (
+        lambda md: setattr(md, "core", None),
+        lambda md: md.tags.clear(),
+        lambda md: setattr(md, "tags", {"a": 1}),
+        lambda md: setattr(md, "slots", None),
     ):
-        md.scale = torch.rand(6, device=device)
-    with torch_bcg.bind_metadata(md):
-        md.lengths = torch.ones(1, device=device)  # which marked functions alone read
-        md.tags.append("seen")
+        md = make(device, tags=[torch.ones(1), torch.ones(2)])
+        scale, lengths = md.scale, md.lengths
+        with torch_bcg.bind_metadata(md):
+            change(md)
+        assert md.scale is scale
+        assert md.lengths is lengths
+
+
+def test_gradients_through_a_field(device):
+    torch_bcg.register_metadata_binding(Meta)
+    md = make(device)
+    md.scale = md.scale.requires_grad_()
+
+    def fn(x):
+        return plus_one(x * torch_bcg.current_metadata(Meta).scale[:, None]) * 2
+
+    compiled = torch.compile(fn, backend="bcg", options={"on_eager_call": "count"})
+    for f in (fn, compiled, compiled):
+        md.scale.grad = None
+        x = torch.randn(6, 4, device=device)
+        with torch_bcg.bind_metadata(md):
+            f(x).sum().backward()
+        assert torch.allclose(md.scale.grad, 2 * x.sum(1))
 
 
 def test_frozen_and_slotted_classes(device):

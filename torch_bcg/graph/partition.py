@@ -98,30 +98,27 @@ def recorded_symbols(gm: fx.GraphModule, facts: Facts, parts: Partition) -> froz
     A size that only eager segments and views in them see is another one at each call: a batch of
     requests around tokens, say.
     """
-    recorded = [n for s in parts.stretches if not s.reasons for n in s.nodes]
+    recorded = {n for s in parts.stretches if not s.reasons for n in s.nodes}
+    lasting = {n.name for n in (*recorded, *parts.scratch, *parts.constants)}
     touched = {s for n in recorded for s in facts.nodes[n.name].reads | facts.nodes[n.name].writes}
+    touched |= {storage for storage, name in facts.origin.items() if name in lasting}
     (output,) = gm.graph.find_nodes(op="output")
-    returned = [
-        n
-        for n in output.all_input_nodes
-        if any(
-            t.storage in touched or facts.origin[t.storage] in {r.name for r in recorded}
-            for t in facts.nodes[n.name].tensors
-        )
-    ]
-    working = {n for s in parts.stretches for n in s.nodes}
+    todo = [n for n in output.all_input_nodes if touched & _storages(facts, n)]
+    todo += [*recorded, *parts.scratch, *parts.constants]
+    eager = {n for s in parts.stretches if s.reasons for n in s.nodes}
     seen: set[fx.Node] = set()
-    todo = [*recorded, *parts.scratch, *parts.constants, *returned]
     while todo:
         node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node not in working or node in recorded or node in parts.scratch:
-            todo += node.all_input_nodes
+        if node not in seen:
+            seen.add(node)
+            todo += () if node in eager else node.all_input_nodes
     return frozenset(
         symbol for n in seen for symbol in facts.nodes[n.name].symbols & facts.key_symbols
     )
+
+
+def _storages(facts: Facts, node: fx.Node) -> set[int]:
+    return {t.storage for t in facts.nodes[node.name].tensors}
 
 
 def _append(stretches: list[Stretch], nodes: list[fx.Node], reasons: list[Reason]) -> None:

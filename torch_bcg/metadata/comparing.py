@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_bcg.errors import BindingError
 from torch_bcg.graph.values import Kind
 from torch_bcg.metadata import schema
-from torch_bcg.metadata.registration import unequal
+from torch_bcg.metadata.registration import same, unequal
 
 
 def refuse_if_unlike(captured: object, live: object, kinds: Mapping[str, Kind]) -> None:
@@ -31,7 +31,7 @@ def refuse_if_unlike(captured: object, live: object, kinds: Mapping[str, Kind]) 
         steps, mine, other = todo.pop(0)
         path = schema.text_of(steps)
         kind = kinds.get(path)
-        if kind == "EQUAL" and mine != other:
+        if kind == "EQUAL" and not same(mine, other):
             raise unequal(cls, path, mine, other)
         if (mine is None) != (other is None):
             fix = "Give it on both sides or on neither: recorded code was made for one of them."

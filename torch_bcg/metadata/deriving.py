@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 
+from torch import fx
+
 from torch_bcg.errors import BindingError
-from torch_bcg.graph.ir import Binding, EagerSegment, Field, GraphSegment, Plan, Segment
-from torch_bcg.graph.known import Facts
+from torch_bcg.graph.ir import Binding, EagerSegment, Field, GraphSegment, Plan, Segment, Value
+from torch_bcg.graph.known import Facts, NodeFacts
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sorting import where
 from torch_bcg.graph.values import Kind, stronger
@@ -59,9 +62,16 @@ def shown_by(plan: Plan, instances: Sequence[Instance]) -> Mapping[type, Shown]:
             kinds,
             {**before.equal, **equal},
             {**before.constants, **constants},
-            before.arguments | instance.arguments.keys(),
         )
     return found
+
+
+# Operators that overwrite their first argument without reading it, and those that do so in part.
+_WHOLE = {"aten::copy_", "aten::fill_", "aten::zero_"}
+_PARTS = {
+    *("aten::index_put_", "aten::_index_put_impl_", "aten::scatter_", "aten::index_copy_"),
+    *("aten::index_fill_", "aten::masked_fill_", "aten::masked_scatter_"),
+}
 
 
 class _Deriver:
@@ -131,9 +141,11 @@ class _Deriver:
         if value is None:
             return "REBIND", ""
         recorded = [s for s in self.plan.segments if isinstance(s, GraphSegment)]
-        for s in recorded:
-            if value.storage in s.writes:
-                return "WRITTEN", self.spot(s, value.storage, "writes")
+        writers = [s for s in recorded if value.storage in s.writes]
+        if writers and self.begins(value) == "written":
+            return "WRITTEN", self.spot(writers[0], value.storage, "writes")
+        if writers and self.begins(value) != "read":
+            return "COPY", self.spot(writers[0], value.storage, "writes")
         if value.home in ("slot", "static"):
             for s in recorded:
                 spot = self.spot(s, value.storage, "reads")
@@ -145,6 +157,37 @@ class _Deriver:
             if isinstance(eager, EagerSegment) and spot:
                 return "REBIND", spot
         return "REBIND", "passed on"
+
+    def begins(self, value: Value) -> str:
+        """What first happens to a tensor: ``read``, ``written`` whole, or ``unknown``.
+
+        Only what is written whole before anybody reads it may come along with any values.
+        """
+        storage = value.storage
+        for name in (n for s in self.plan.segments for n in s.nodes):
+            f, node = self.facts.nodes[name], self.lowering.nodes[name]
+            if storage not in f.reads | f.writes:
+                continue
+            if storage not in f.writes:
+                return "read"
+            kernels = {o._schema.name for o in f.operators if o._schema.is_mutable}
+            if any(not k.startswith("aten::") for k in kernels):
+                return "unknown"
+            if any(o._overloadname.endswith("out") for o in f.operators) or kernels <= _WHOLE:
+                return "written" if self.is_whole(node, f, value) else "unknown"
+            return "unknown" if kernels <= _WHOLE | _PARTS else "read"
+        return "unknown"
+
+    def is_whole(self, node: fx.Node, f: NodeFacts, value: Value) -> bool:
+        """Whether a node that overwrites something overwrites all of a value."""
+        if node.target is operator.setitem:
+            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            whole = all(i in (..., slice(None)) for i in index)
+            return whole and isinstance(node.args[0], fx.Node) and node.args[0].name == value.name
+        made = [t.spec for t in f.tensors if t.storage == value.storage]
+        return [(t.size, t.stride) for t in made] == [
+            (value.spec.size, value.spec.stride) for _ in made if value.spec is not None
+        ] and bool(made)
 
     def spot(self, segment: Segment, storage: int, verb: str) -> str:
         """``segment 3 reads it, in add (model.py:12)``, or "" where it does not."""
@@ -169,18 +212,19 @@ class _Deriver:
         if declared == "REBIND" and field.kind in ("COPY", "WRITTEN"):
             raise _unsafe(instance, field, declared, "a field that no recorded segment touches")
         if declared == "WRITTEN" and not self.is_written(field):
-            raise _unsafe(instance, field, declared, "a field that this graph writes")
+            raise _unsafe(
+                instance, field, declared, "a field that this graph writes before it reads it"
+            )
         kind: Kind = "FOLLOWS" if declared == "REBIND" and field.kind == "FOLLOWS" else declared
         return dataclasses.replace(field, kind=kind, declared=True)
 
     def is_written(self, field: Field) -> bool:
-        """Whether the graph writes a field, or cannot tell since it never meets it."""
+        """Whether the graph writes a field before it reads it, as far as it can tell."""
         value = self.values.get(field.argument)
-        return (
-            field.kind == "WRITTEN"
-            or value is None
-            or any(value.storage in s.writes for s in self.plan.segments)
-        )
+        if value is None or field.kind == "WRITTEN":
+            return True
+        written = any(value.storage in s.writes for s in self.plan.segments)
+        return written and self.begins(value) != "read"
 
 
 def _check_found(instance: Instance, name: str) -> None:

@@ -40,9 +40,12 @@ def refresh(captured: object, live: object) -> None:
     cls = type(captured)
     recipe = _recipes.get(cls)
     if recipe is None or recipe.stamp != registration.stamp() or not recipe.built.like(captured):
-        recipe = _recipes[cls] = _made_for(captured)
+        recipe = _recipes[cls] = _made_for(captured, recipe)
     if type(live) is not cls or not recipe.built.like(live) or recipe.differ(captured, live):
         refuse_if_unlike(captured, live, recipe.kinds)
+    if recipe.new and id(captured) not in recipe.places:
+        for steps in recipe.new:  # it may hold what an earlier object brought along
+            schema.put(captured, steps, schema.at(live, steps).clone())
     targets, sources = recipe.copies(captured), recipe.copies(live)
     place = recipe.place_of(captured, targets)
     if not place.takes(sources):
@@ -80,7 +83,9 @@ class _Place:
         ranges = sorted(_range(t) for t in targets)
         self.starts, self.ends = [low for low, _ in ranges], [high for _, high in ranges]
         self.largest = max((high - low for low, high in ranges), default=0)
-        self.apart = all(a <= b for a, b in zip(self.ends, self.starts[1:], strict=False))
+        self.apart = all(_dense(t) for t in targets) and all(
+            a <= b for a, b in zip(self.ends, self.starts[1:], strict=False)
+        )
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, t in enumerate(targets):
             groups.setdefault((t.dtype, t.device), []).append(i)
@@ -119,6 +124,10 @@ class _Place:
         return i > 0 and self.ends[i - 1] > low
 
 
+def _dense(t: Tensor) -> bool:
+    return all(stride or n < 2 for n, stride in zip(t.shape, t.stride(), strict=True))
+
+
 def _range(t: Tensor) -> tuple[int, int]:
     """First byte of a tensor, and the one behind its last."""
     if not t.numel():
@@ -137,6 +146,7 @@ class _Recipe:
         built: tells whether another object is built like the one that this was made for.
         equal, copies, values: what is compared, copied and rebound of an object.
         copied, rebound: paths of the latter two.
+        new: paths that were rebound before, and are copied now.
         places: of captured objects, by id.
     """
 
@@ -148,6 +158,7 @@ class _Recipe:
     values: Getter
     copied: Mapping[str, Steps]
     rebound: Sequence[Steps]
+    new: Sequence[Steps]
     places: dict[int, _Place] = field(default_factory=dict)
 
     def differ(self, captured: object, live: object) -> bool:
@@ -169,8 +180,9 @@ _REBOUND: tuple[Kind, ...] = ("REBIND", "FOLLOWS")
 _recipes: dict[type, _Recipe] = {}
 
 
-def _made_for(captured: object) -> _Recipe:
+def _made_for(captured: object, before: _Recipe | None) -> _Recipe:
     kinds, steps = _kinds(captured)
+    rebound_before = before.kinds if before is not None else {}
     copied = {
         path: steps[path]
         for path, kind in kinds.items()
@@ -191,6 +203,7 @@ def _made_for(captured: object) -> _Recipe:
         schema.getter_of(rebound),
         copied,
         rebound,
+        [s for path, s in copied.items() if rebound_before.get(path) == "REBIND"],
     )
 
 
@@ -250,22 +263,40 @@ def _unknown(cls: type, path: str, found: str) -> BindingError:
 
 
 def _pairs_over_shared_memory(recipe: _Recipe, captured: object, live: object) -> Pairs:
-    """What to copy where some of the memory is one: each target once, no source overwritten.
+    """What to copy where some of the memory is one: no source is overwritten before it is read.
 
     Raises:
-        BindingError: two fields are one tensor in ``captured`` and two in ``live``.
+        BindingError: fields share memory in ``captured`` and not likewise in ``live``, or a target
+            has several elements in one place.
     """
     cls = type(captured)
-    into: dict[int, tuple[str, Tensor, Tensor]] = {}
+    kept: list[tuple[str, Tensor, Tensor]] = []
     for path, steps in recipe.copied.items():
         t, s = schema.at(captured, steps), schema.at(live, steps)
-        if not t.numel():
-            continue
-        first, _, other = into.setdefault(t.data_ptr(), (path, t, s))
-        if other.data_ptr() != s.data_ptr():
-            fix = f"Let both hold one tensor, or capture an object in which {path} has its own."
-            raise unlike(cls, path, f"one tensor with {first}, as captured", "two tensors", fix)
-    pairs = [(t, s) for _, t, s in into.values() if t.data_ptr() != s.data_ptr()]
+        if any(n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)):
+            fix = "Capture an object in which it is contiguous."
+            raise unlike(cls, path, "an address for each element", "expanded dims", fix)
+        for other, t2, s2 in kept:
+            if _meet(t, t2) and not _alike(t, t2, s, s2):
+                fix = f"Let both lie in one tensor, or capture an object in which {path} does not."
+                raise unlike(cls, path, f"memory shared with {other}, as captured", "others", fix)
+        kept.append((path, t, s))
+    pairs = [(t, s) for _, t, s in kept if t.numel() and _lies(t) != _lies(s)]
     place = _Place([t for t, _ in pairs])
     sources = [s.clone() if place.meets(s) else s for _, s in pairs]
     return [([pairs[i][0] for i in alike], [sources[i] for i in alike]) for alike in place.alike]
+
+
+def _lies(t: Tensor) -> tuple[object, ...]:
+    return t.data_ptr(), t.shape, t.stride()
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    (low, high), (low2, high2) = _range(a), _range(b)
+    return low < high2 and low2 < high
+
+
+def _alike(a: Tensor, b: Tensor, source: Tensor, source2: Tensor) -> bool:
+    """Whether two sources share memory as their targets do."""
+    apart = b.data_ptr() - a.data_ptr() == source2.data_ptr() - source.data_ptr()
+    return apart and (a.stride(), b.stride()) == (source.stride(), source2.stride())

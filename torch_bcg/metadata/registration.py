@@ -15,14 +15,14 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from torch_bcg.errors import BindingError
 from torch_bcg.graph.values import Kind, stronger
-from torch_bcg.metadata.schema import at, check_names, layout_of
+from torch_bcg.metadata.schema import at, check_names, layout_of, leaves
 
 Declared = Literal["COPY", "REBIND", "WRITTEN", "EQUAL"]
 
@@ -63,22 +63,20 @@ class Registration:
         if REGISTERED.get(self.cls) is self:
             del REGISTERED[self.cls]
             delattr(self.cls, BOUND)
-            delattr(self.cls, TRACED)
             _tell([t for t in _told() if t not in self.varying])
             _versions["declared"] += 1
 
 
-# Where the bound object and its twin are: attributes of the class. In a dict traced code would be
-# guarded by all classes that it holds, and compiled again when another one is registered.
-BOUND, TRACED = "__torch_bcg_bound__", "__torch_bcg_traced__"
+# Where the bound object is: an attribute of its class. In a dict traced code would be guarded by
+# all classes that it holds, and compiled again when another one is registered.
+BOUND = "__torch_bcg_bound__"
 REGISTERED: dict[type, Registration] = {}
 _versions = {"declared": 0, "shown": 0}
 
 
-def bind(cls: type, metadata: object | None, twin: object | None) -> None:
+def bind(cls: type, metadata: object | None) -> None:
     """Binds an object, or nothing."""
     setattr(cls, BOUND, metadata)
-    setattr(cls, TRACED, twin)
 
 
 def let_vary(registration: Registration, text: str) -> None:
@@ -110,13 +108,11 @@ class Shown:
         kinds: of its fields, by path.
         equal: values of the numbers that are declared to be equal in all calls.
         constants: values of other numbers that it was made for.
-        arguments: paths that are arguments of it.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     equal: Mapping[str, object] = field(default_factory=dict)
     constants: Mapping[str, object] = field(default_factory=dict)
-    arguments: frozenset[str] = frozenset()
 
 
 _shown: weakref.WeakKeyDictionary[object, Mapping[type, Shown]] = weakref.WeakKeyDictionary()
@@ -168,7 +164,7 @@ def register_metadata_binding(
     if cls in REGISTERED:
         REGISTERED[cls].remove()
     made = REGISTERED[cls] = Registration(cls, declared)
-    bind(cls, None, None)
+    bind(cls, None)
     _versions["declared"] += 1
     return made
 
@@ -207,11 +203,23 @@ def remember(owner: object, shown: Mapping[type, Shown]) -> None:
     for cls, mine in shown.items():
         for other in shown_of(cls, owner):
             for path, value in mine.equal.items():
-                if other.equal.get(path, value) != value:
+                if not same(other.equal.get(path, value), value):
                     raise unequal(cls, path, other.equal[path], value)
     if shown != _shown.get(owner, {}):
         _shown[owner] = shown
         _versions["shown"] += 1
+
+
+def as_bound(shown: Mapping[type, Shown]) -> Mapping[type, Shown]:
+    """With the equal numbers that the objects have that are bound now, for this very call."""
+    bound = {type(x): x for x in bound_objects()}
+    now = {cls: leaves(bound[cls]) for cls in shown if cls in bound}
+    return {
+        cls: replace(one, equal={p: now[cls].get(p, v) for p, v in one.equal.items()})
+        if cls in now
+        else one
+        for cls, one in shown.items()
+    }
 
 
 def forget(owner: object) -> None:
@@ -244,18 +252,6 @@ def kinds_of(cls: type) -> dict[str, Kind] | None:
     return found
 
 
-def arguments_of(cls: type) -> frozenset[str] | None:
-    """Paths that living graphs take as arguments; None: no graph met the class."""
-    found = _arguments.get(cls)
-    if found is None or found[0] != stamp():
-        every = [shown.arguments for shown in shown_of(cls)]
-        found = _arguments[cls] = stamp(), frozenset().union(*every) if every else None
-    return found[1]
-
-
-_arguments: dict[type, tuple[tuple[int, int], frozenset[str] | None]] = {}
-
-
 def check_equal(instance: object) -> None:
     """Compares numbers that are declared equal with those that living graphs were made for.
 
@@ -266,8 +262,13 @@ def check_equal(instance: object) -> None:
         for path, value in shown.equal.items():
             steps = layout_of(instance).paths.get(path)
             now = None if steps is None else at(instance, steps)
-            if now != value:
+            if not same(now, value):
                 raise unequal(type(instance), path, value, now)
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two numbers are one: of one type as well, and not a number is itself."""
+    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 def unequal(cls: type, path: str, expected: object, found: object) -> BindingError:

@@ -41,6 +41,13 @@ class Step:
         """What ``x`` holds there."""
         return getattr(x, self.key) if self.attribute else x[self.key]
 
+    def held(self, x: Any) -> Any:
+        """The same, or None where there is nothing any more."""
+        try:
+            return self.get(x)
+        except (AttributeError, LookupError, TypeError):
+            return None
+
 
 Steps = tuple[Step, ...]
 
@@ -62,9 +69,7 @@ def put(x: Any, steps: Steps, value: object) -> None:
         BindingError: it lies in a tuple.
     """
     holder, last = at(x, steps[:-1]), steps[-1]
-    if last.attribute:
-        object.__setattr__(holder, last.key, value)
-    elif isinstance(holder, tuple):
+    if isinstance(holder, tuple):
         name = f"{type(x).__name__}.{text_of(steps)}"
         raise BindingError(
             f"{name} lies in a tuple, in which nothing can be replaced.",
@@ -73,6 +78,8 @@ def put(x: Any, steps: Steps, value: object) -> None:
             found="a tuple",
             fix="Make it a list, or a field of its own.",
         )
+    if last.attribute:
+        object.__setattr__(holder, last.key, value)
     else:
         holder[last.key] = value
 
@@ -90,6 +97,8 @@ def items(x: object) -> Iterator[tuple[Step, Any]]:
     if _is_object(x):
         for field in dataclasses.fields(x):  # type: ignore[arg-type]
             yield Step(field.name, True), getattr(x, field.name, None)
+    elif isinstance(x, tuple) and hasattr(x, "_fields") and holds(x):
+        yield from ((Step(name, True), value) for name, value in zip(x._fields, x, strict=True))
     elif isinstance(x, (list, tuple)) and holds(x):
         yield from ((Step(i, False), value) for i, value in enumerate(x))
     elif isinstance(x, dict) and holds(x):
@@ -154,15 +163,11 @@ class Layout:
     Attributes:
         paths: of what is no dataclass and no container of tensors, with the steps.
         values: what an object holds there.
-        tensors: places of tensors among them, with the steps of what holds it and its name there.
-        parts: steps of the dataclass objects inside; None where a container holds tensors.
         built: tells whether another object is built alike.
     """
 
     paths: Mapping[str, Steps]
     values: Getter
-    tensors: Sequence[tuple[int, Steps, str]]
-    parts: Sequence[Steps] | None
     built: Built
 
 
@@ -174,35 +179,13 @@ def layout_of(x: object) -> Layout:
     layout = _layouts.get(type(x))
     if layout is None or not layout.built.like(x):
         every = list(walked(x))
-        ends = [(steps, value) for steps, value, inside in every if steps and not inside]
-        inner = [(steps, value) for steps, value, inside in every if steps and inside]
+        ends = [steps for steps, _, inside in every if steps and not inside]
         layout = _layouts[type(x)] = Layout(
-            {text_of(steps): steps for steps, _ in ends},
-            getter_of([steps for steps, _ in ends]),
-            [
-                (i, steps[:-1], steps[-1].key)
-                for i, (steps, value) in enumerate(ends)
-                if isinstance(value, Tensor)
-            ],
-            [s for s, _ in inner] if all(_is_object(value) for _, value in inner) else None,
+            {text_of(steps): steps for steps in ends},
+            getter_of(ends),
             Built(x, [steps for steps, _, _ in every if steps]),
         )
     return layout
-
-
-def twin_of(x: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """An object with new dataclasses and containers in it, and other tensors in place of its."""
-    layout = layout_of(x)
-    if layout.parts is None:
-        return copied(x, lambda value: of(value) if isinstance(value, Tensor) else value)
-    made: dict[Steps, Any] = {(): copy.copy(x)}
-    for steps in layout.parts:
-        made[steps] = part = copy.copy(at(x, steps))
-        object.__setattr__(made[steps[:-1]], steps[-1].key, part)
-    values = layout.values(x)
-    for i, holder, name in layout.tensors:
-        object.__setattr__(made[holder], name, of(values[i]))
-    return made[()]
 
 
 def leaves(x: object) -> dict[str, Any]:

@@ -67,8 +67,9 @@ class Program:
         return bound
 
     def slot(self, name: str) -> Tensor:
-        """The memory that an argument is copied to."""
+        """The memory that an argument is copied to, lent to somebody who may write it."""
         (space,) = (o for o in self.owners if isinstance(o, Workspace))
+        space.slots.lent = True
         slot: Tensor = space.resolve(name)
         return slot
 

@@ -25,12 +25,14 @@ class Slots:
     Attributes:
         taken: bytes allocated so far, freed ones included.
         tails: which size of a call the padded rows were filled for last.
+        lent: somebody else writes slots as well.
     """
 
     def __init__(self) -> None:
         self.flat: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
         self.taken = 0
         self.tails: object = None
+        self.lent = False
 
     def take(
         self, name: str, spec: TensorSpec, geometry: Geometry, most: Geometry

@@ -71,7 +71,7 @@ def fill_tails(slots: Slots, fills: Sequence[Step]) -> Step:
     mine = object()
 
     def step() -> None:
-        if slots.tails is not mine:
+        if slots.tails is not mine or slots.lent:
             for fill in fills:
                 fill()
             slots.tails = mine
