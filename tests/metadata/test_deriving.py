@@ -375,6 +375,17 @@ def test_an_argument_with_another_equal_number_is_refused(device):
             compiled(x, make(device, heads=3))
 
 
+def test_an_equal_number_that_marked_functions_alone_read_changes_with_a_reset(device):
+    torch_bcg.register_metadata_binding(Meta, equal=("page_size",))
+    both = Both(device)
+    for page_size in (16, 8, 4):
+        for _ in range(3):
+            both(make(device, page_size=page_size))
+        with pytest.raises(BindingError, match="page_size is declared equal"):
+            both(make(device, page_size=32))
+        torch_bcg.reset(both.compiled)
+
+
 def test_other_numbers_follow_the_call(device):
     torch_bcg.register_metadata_binding(Meta)
     both = Both(device)
@@ -408,6 +419,35 @@ def test_the_number_of_requests_makes_no_program(device):
 def gather(q: Tensor, table: Tensor, lengths: Tensor, out: Tensor) -> None:
     """Reads tables of as many rows as there are requests."""
     out.copy_(q + table.sum() + lengths.sum() * len(table))
+
+
+REQUEST_SIZED = {
+    "an item": lambda md, out: md.core.table[0],
+    "a slice": lambda md, out: md.core.table[:2],
+    "another shape": lambda md, out: md.core.table.view(-1)[:3],
+    "transposed": lambda md, out: md.core.table.t(),
+    "of scratch memory": lambda md, out: out[: md.core.table.shape[0]],
+    "a number": lambda md, out: md.core.table.shape[0] * out.shape[0],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"outputs": "alias"}, {"check": "poison"}], ids=str)
+@pytest.mark.parametrize("what", REQUEST_SIZED)
+def test_outputs_of_the_size_of_requests(device, what, options):
+    def fn(x, md):
+        y = x * 2
+        out = torch.empty_like(y)
+        gather(y, md.core.table, md.lengths, out)
+        return out + 1, REQUEST_SIZED[what](md, out)
+
+    torch_bcg.register_metadata_binding(Meta)
+    compiled = torch.compile(fn, backend="bcg", options=options)
+    with torch.no_grad(), counted() as counts:
+        for i in range(10):
+            x, md = torch.randn(6, 4, device=device), make(device, requests=2 + i % 4)
+            for got, want in zip(compiled(x, md), fn(x, md), strict=True):
+                assert torch.equal(torch.as_tensor(got), torch.as_tensor(want))
+    assert counts.num_eager == 0
 
 
 # passes

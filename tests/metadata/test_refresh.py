@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bcg
-from metadata.models import Both, Core, Meta, make
+from metadata.models import Both, Core, Meta, attend, make
 from torch_bcg.errors import BCGError, BindingError
 from torch_bcg.metadata import refresh
-from twin import counted
+from twin import counted, plus_one
 
 ALL = {"copy": ("slots", "scale", "core.table", "bias"), "rebind": ("lengths", "core.counts"),
        "written": ("scores",), "equal": ("page_size",)}  # fmt: skip
@@ -384,3 +384,211 @@ def test_keys_that_are_no_names(device):
         assert torch.equal(captured.plans[key], live.plans[key])
     with torch_bcg.bind_metadata(captured):
         pass
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), object(), [1, 2]], ids=["tensor", "object", "list"]
+)
+def test_only_numbers_are_compared(value):
+    torch_bcg.register_metadata_binding(Meta, **{**ALL, "equal": ("tags",)})
+    with pytest.raises(BindingError, match=r"Meta\.tags cannot be refreshed"):
+        refresh(make("cpu", tags=value), make("cpu", tags=value))
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (True, 1), (2, 3), ("a", "b")])
+def test_numbers_of_two_types_are_not_equal(one, other):
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    refresh(make("cpu", page_size=one), make("cpu", page_size=one))
+    with pytest.raises(BindingError, match="page_size is declared equal"):
+        refresh(make("cpu", page_size=one), make("cpu", page_size=other))
+    refresh(make("cpu", page_size=float("nan")), make("cpu", page_size=float("nan")))
+
+
+# two views of one buffer, as starts and ends of requests are
+
+
+VIEWS = {
+    "all but the last": lambda b: (b[:-1], b),
+    "starts and ends": lambda b: (b[:-1], b[1:]),
+    "of two buffers": lambda b: (b[:-1], b.clone()[1:]),
+    "the other way round": lambda b: (b[1:], b[:-1]),
+}
+
+
+@pytest.mark.parametrize("ours", VIEWS)
+@pytest.mark.parametrize("theirs", VIEWS)
+def test_views_of_one_buffer(device, ours, theirs):
+    """What shares memory in the captured object has to share it likewise in every other one."""
+    torch_bcg.register_metadata_binding(Meta, copy=("slots", "lengths"), rebind=("core",),
+                                        written=("scores", "scale"))  # fmt: skip
+    captured, live = make(device), make(device)
+    captured.slots, captured.lengths = VIEWS[ours](torch.arange(7, device=device))
+    live.slots, live.lengths = VIEWS[theirs](torch.randperm(7, device=device))
+    expected = live.slots.clone(), live.lengths.clone()
+    if ours == theirs or (ours == "of two buffers" and len(live.lengths) == 6):
+        refresh(captured, live)
+        assert torch.equal(captured.slots, expected[0])
+        assert torch.equal(captured.lengths, expected[1])
+    else:
+        with pytest.raises(BindingError, match=r"lengths cannot be refreshed"):
+            refresh(captured, live)
+
+
+def test_the_same_start_with_other_strides_is_another_place(device):
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured, live = make(device), make(device)
+    captured.core.table = buffer = torch.arange(16, device=device).view(4, 4)
+    live.core.table = buffer.t()
+    expected = buffer.t().clone()
+    refresh(captured, live)
+    assert torch.equal(captured.core.table, expected)
+
+
+def test_an_expanded_target_is_refused(device):
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured, live = make(device), make(device)
+    captured.scale = torch.ones(1, device=device).expand(6)
+    with pytest.raises(BindingError, match=r"scale cannot be refreshed"):
+        refresh(captured, live)
+
+
+def test_what_was_bound_before_it_is_copied_is_not_written(device):
+    """Another graph reads it in a recorded segment, and so its kind changes."""
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(device)
+    both(make(device))
+    captured, first, second = (make(device, requests=6) for _ in range(3))
+    refresh(captured, first)
+    lengths = first.lengths.clone()
+    other = torch.compile(
+        lambda x: plus_one(x) * torch_bcg.current_metadata(Meta).lengths[:, None], backend="bcg"
+    )
+    with torch.no_grad(), torch_bcg.bind_metadata(make(device, requests=6)):
+        other(torch.randn(6, 4, device=device))
+    for live in (second, make(device, requests=6)):
+        refresh(captured, live)
+        assert torch.equal(captured.lengths, live.lengths)
+    assert torch.equal(first.lengths, lengths)
+
+
+# objects that programs give
+
+
+def served(device, fn, **options):
+    """The function compiled and called twice, and its last program."""
+    both = Both(device, fn, **options)
+    for _ in range(2):
+        both(make(device))
+    return both, torch_bcg.programs(both.compiled)[0]
+
+
+def test_what_is_read_and_written_comes_along(device):
+    """A sum in a field begins with what each call brings."""
+
+    def fn(x, pool):
+        md = torch_bcg.current_metadata(Meta)
+        out = torch.empty_like(x)
+        attend(x * 2, md.scale, out)
+        md.scores.add_(out.sum(1))
+        return md.scores[:, None] + out
+
+    torch_bcg.register_metadata_binding(Meta)
+    both, program = served(device, fn)
+    assert both.fields()["scores"].kind == "COPY"
+    captured = program.captured(make(device))
+    for _ in range(3):
+        live = make(device, scores=torch.rand(6, device=device))
+        refresh(captured, live)
+        both(captured, live=copy.deepcopy(live))
+
+
+@pytest.mark.parametrize("how", ["in part", "by index"])
+def test_what_is_written_in_part_comes_along(device, how):
+    def fn(x, pool):
+        md = torch_bcg.current_metadata(Meta)
+        out = torch.empty_like(x)
+        attend(x * 2, md.scale, out)
+        if how == "in part":
+            md.scores[:3] = out.sum(1)[:3]
+        else:
+            md.scores[md.slots % 3] = 1.0 * md.scale[0]
+        return md.scores[:, None] + out
+
+    torch_bcg.register_metadata_binding(Meta)
+    both, program = served(device, fn)
+    assert both.fields()["scores"].kind == "COPY"
+    captured = program.captured(make(device))
+    for _ in range(3):
+        live = make(device, scores=torch.rand(6, device=device))
+        refresh(captured, live)
+        both(captured, live=copy.deepcopy(live))
+
+
+def test_slots_that_were_lent_are_filled_behind_the_rows_of_each_call(device):
+    """Whoever has them writes there too."""
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(
+        device, buckets=[8], bucket_dim=("x", 0), pad={"slots": 63, "scale": 0, "scores": 0}
+    )
+    for rows in (8, 5, 5, 6, 8, 5):
+        both(make(device, rows=rows))
+    program = next(p for p in torch_bcg.programs(both.compiled) if 8 in p.sizes.values())
+    captured = program.captured(make(device, rows=8))
+    for rows in (5, 5, 6, 5):
+        refresh(captured, make(device, rows=8))
+        both(make(device, rows=rows))
+
+
+def test_two_objects_of_one_class_in_a_graph(device):
+    def fn(x, a, b):
+        return plus_one(x * a.scale[:, None]) * b.scale[:, None]
+
+    torch_bcg.register_metadata_binding(Meta)
+    compiled = torch.compile(fn, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            x, a, b = torch.randn(6, 4, device=device), make(device), make(device)
+            assert torch.equal(compiled(x, a, b), fn(x, a, b))
+    with pytest.raises(BCGError, match="2 objects of Meta"):
+        torch_bcg.programs(compiled)[0].captured(a)
+
+
+def test_a_static_pool_stays_the_callers(device):
+    def fn(x, pool):
+        md = torch_bcg.current_metadata(Meta)
+        md.bias[md.slots] = x * md.scale[:, None]
+        return plus_one(x * 2) * 2
+
+    torch_bcg.register_metadata_binding(Meta)
+    compiled = torch.compile(fn, backend="bcg")
+    pool, twin = torch.zeros(64, 4, device=device), torch.zeros(64, 4, device=device)
+    torch._dynamo.mark_static_address(pool)
+    with torch.no_grad():
+        for _ in range(2):
+            md = make(device, bias=pool)
+            with torch_bcg.bind_metadata(md):
+                compiled(torch.randn(6, 4, device=device), None)
+        captured = torch_bcg.programs(compiled)[0].captured(md)
+        assert captured.bias is pool
+        pool.zero_()
+        with counted() as counts:
+            for _ in range(3):
+                live, x = make(device, bias=pool), torch.randn(6, 4, device=device)
+                refresh(captured, live)
+                with torch_bcg.bind_metadata(captured):
+                    compiled(x, None)
+                twin[live.slots] = x * live.scale[:, None]
+                assert torch.equal(pool, twin)
+    assert (counts.captures, counts.replays) == (0, 3)
+
+
+def test_a_field_in_the_memory_of_a_pool_is_not_taken_apart(device):
+    def fn(x, pool):
+        pool.mul_(0.5)
+        md = torch_bcg.current_metadata(Meta)
+        return plus_one(x * md.scale[:, None]) * 2
+
+    torch_bcg.register_metadata_binding(Meta)
+    both, program = served(device, fn)
+    with pytest.raises(BCGError, match="at its own address"):
+        program.captured(make(device, scale=both.pools[0].view(-1)[:6]))

@@ -207,6 +207,12 @@ def _made_for(captured: object, before: _Recipe | None) -> _Recipe:
     )
 
 
+def _refuse_no_number(cls: type, path: str, value: object) -> None:
+    if value is not None and not isinstance(value, schema.Numbers):
+        fix = f"Take it out of equal=; {path} can be bound anew (rebind=) or copied (copy=)."
+        raise unlike(cls, path, "a number, since it is declared EQUAL", type(value).__name__, fix)
+
+
 def _kinds(captured: object) -> tuple[dict[str, Kind], dict[str, Steps]]:
     """What becomes of each field, declared or shown by graphs, and the way to it.
 
@@ -223,6 +229,8 @@ def _kinds(captured: object) -> tuple[dict[str, Kind], dict[str, Steps]]:
 
     def of_leaf(path: str, value: object) -> Kind:
         kind: Kind | None = schema.kind_at(path, declared)
+        if kind == "EQUAL":
+            _refuse_no_number(cls, path, value)
         if kind is None and isinstance(value, Tensor):
             kind = (shown or {}).get(path)
             if kind is None:
