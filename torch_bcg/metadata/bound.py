@@ -97,7 +97,7 @@ class bind_metadata:  # noqa: N801 - used like a function
             self.registrations = []
             for holder, step, real, other in reversed(self.replaced):
                 if step.held(holder) is other:  # nobody has replaced it meanwhile
-                    schema.put(holder, (step,), real)
+                    step.put(holder, real)
             self.replaced = []
 
     def _replace(self, holder: Any) -> None:
@@ -111,7 +111,7 @@ class bind_metadata:  # noqa: N801 - used like a function
                 self._replace(real)
                 continue
             if other is not real:
-                schema.put(holder, (step,), other)
+                step.put(holder, other)
                 self.replaced.append((holder, step, real, other))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 import weakref
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch_bcg.graph.values import Kind
 from torch_bcg.metadata import registration, schema
 from torch_bcg.metadata.comparing import refuse_if_unlike, same_geometry, unlike
 from torch_bcg.metadata.registration import declared_of, kinds_of
-from torch_bcg.metadata.schema import Getter, Steps
+from torch_bcg.metadata.schema import Steps
 
 
 def refresh(captured: object, live: object) -> None:
@@ -39,89 +41,107 @@ def refresh(captured: object, live: object) -> None:
     """
     cls = type(captured)
     recipe = _recipes.get(cls)
-    if recipe is None or recipe.stamp != registration.stamp() or not recipe.built.like(captured):
-        recipe = _recipes[cls] = _made_for(captured, recipe)
-    if type(live) is not cls or not recipe.built.like(live) or recipe.differ(captured, live):
+    place = recipe.places.get(id(captured)) if recipe is not None else None
+    if recipe is None or place is None or not recipe.holds_for(place, captured):
+        recipe, place = _looked_at(captured, live)
+    values = recipe.built.of(live) if type(live) is cls else None
+    alike = values is not None and place.like(recipe.copies(values))
+    if values is None or not (alike or place.takes(recipe.copies(values))):
         refuse_if_unlike(captured, live, recipe.kinds)
-    if recipe.new and id(captured) not in recipe.places:
-        for steps in recipe.new:  # it may hold what an earlier object brought along
-            schema.put(captured, steps, schema.at(live, steps).clone())
-    targets, sources = recipe.copies(captured), recipe.copies(live)
-    place = recipe.place_of(captured, targets)
-    if not place.takes(sources):
+        values = recipe.built.at(live)
+    if recipe.equal(values) != place.equal:
         refuse_if_unlike(captured, live, recipe.kinds)
-    pairs = place.pairs(targets, sources) or _pairs_over_shared_memory(recipe, captured, live)
-    with torch.inference_mode():  # in which tensors of both kinds may be written
+    pairs = place.pairs(recipe.copies(values), alike) or _pairs_over_shared_memory(
+        recipe, captured, live
+    )
+    with place.mode():
         for into, out_of in pairs:
             torch._foreach_copy_(into, out_of)
-    for steps, value in zip(recipe.rebound, recipe.values(live), strict=True):
-        schema.put(captured, steps, value)
+    for (way, last), value in zip(recipe.rebound, recipe.values(values), strict=True):
+        last.put(schema.at(captured, way) if way else captured, value)
+    place.values = recipe.built.at(captured)
 
 
-Pairs = list[tuple[list[Tensor], list[Tensor]]]
+Pairs = list[tuple[list[Tensor], tuple[Tensor, ...]]]
+Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 class _Place:
     """Where the copies of one captured object go: looked at once, for as long as it stays.
 
     Attributes:
-        tensors: weak references to them.
-        like: whether others have their geometry, see `same_geometry`.
-        shapes, dtypes, devices: of them.
+        values: what the object held at the places of the recipe, after the last refresh.
+        equal: the numbers in it that have to be equal.
+        like: whether tensors have the geometry of the targets, see `same_geometry`.
+        shapes, dtypes, devices: of the targets.
         starts, ends: their addresses in ascending order, by the byte.
-        largest: bytes of the largest one.
+        ends_before, starts_after: of the one before, and the one behind, each gap between them.
+        reach: bytes from the first to the last element of each, in their own order.
         apart: no two meet.
-        alike: their places, for each dtype and device.
+        alike: targets of one dtype and device, and what picks their sources.
+        mode: in which they may be written.
     """
 
-    def __init__(self, targets: Sequence[Tensor]) -> None:
-        self.tensors = [weakref.ref(t) for t in targets]
+    def __init__(
+        self, values: tuple[Any, ...], equal: tuple[Any, ...], targets: Sequence[Tensor]
+    ) -> None:
+        self.values, self.equal = values, equal
         self.like = same_geometry(targets)
         self.shapes = [t.shape for t in targets]
         self.dtypes = [t.dtype for t in targets]
         self.devices = [t.device for t in targets]
         ranges = sorted(_range(t) for t in targets)
         self.starts, self.ends = [low for low, _ in ranges], [high for _, high in ranges]
-        self.largest = max((high - low for low, high in ranges), default=0)
-        self.apart = all(_dense(t) for t in targets) and all(
-            a <= b for a, b in zip(self.ends, self.starts[1:], strict=False)
-        )
+        self.reach = [high - low for low, high in map(_range, targets)]
+        self.ends_before, self.starts_after = [0, *self.ends], [*self.starts, 1 << 64]
+        ordered = all(a <= b for a, b in zip(self.ends, self.starts[1:], strict=False))
+        self.apart = ordered and all(map(_dense, targets))
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, t in enumerate(targets):
             groups.setdefault((t.dtype, t.device), []).append(i)
-        self.alike = list(groups.values())
-
-    def holds(self, targets: Sequence[Tensor]) -> bool:
-        """Whether it was made for these very tensors."""
-        mine = [ref() for ref in self.tensors]
-        return len(mine) == len(targets) and all(map(operator.is_, mine, targets))
+        self.alike = [([targets[i] for i in alike], _picking(alike)) for alike in groups.values()]
+        inference = any(t.is_inference() for t in targets)
+        self.mode = torch.inference_mode if inference else torch.no_grad
 
     def takes(self, sources: Sequence[Tensor]) -> bool:
         """Whether sources have the shapes, dtypes and devices of their targets."""
-        return self.like(sources) or (
+        return (
             [s.shape for s in sources] == self.shapes
             and [s.dtype for s in sources] == self.dtypes
             and [s.device for s in sources] == self.devices
         )
 
-    def pairs(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Pairs:
+    def pairs(self, sources: Sequence[Tensor], alike: bool) -> Pairs:
         """What to copy in one launch each; nothing where some of the memory may be one."""
-        if not self.apart or self.meet(sources):
+        if not self.apart or self.meet(sources, alike):
             return []
-        return [([targets[i] for i in alike], [sources[i] for i in alike]) for alike in self.alike]
+        return [(targets, pick(sources)) for targets, pick in self.alike]
 
-    def meet(self, sources: Sequence[Tensor]) -> bool:
-        """Whether a source lies in the memory of a target."""
-        starts = [s.data_ptr() for s in sources]
-        if starts and (min(starts) >= self.ends[-1] or max(starts) < self.starts[0] - self.largest):
-            return False  # most are made long after what was captured, elsewhere
-        return any(map(self.meets, sources))
+    def meet(self, sources: Sequence[Tensor], alike: bool) -> bool:
+        """Whether a source lies in the memory of a target; ``alike``: with the same strides."""
+        lows = [s.data_ptr() for s in sources]
+        reach = self.reach if alike else [high - low for low, high in map(_range, sources)]
+        if not lows or min(lows) >= self.ends[-1] or max(lows) + max(reach) <= self.starts[0]:
+            return False
+        places = map(bisect_right, repeat(self.starts), lows)
+        return any(
+            self.ends_before[i] > low or low + n > self.starts_after[i]
+            for i, low, n in zip(places, lows, reach, strict=True)
+        )
 
     def meets(self, source: Tensor) -> bool:
         """Whether one source lies in the memory of a target."""
         low, high = _range(source)
         i = bisect_left(self.starts, high)
         return i > 0 and self.ends[i - 1] > low
+
+
+def _picking(indices: Sequence[int]) -> Pick:
+    """What takes some of a sequence, in C where it is more than one."""
+    if len(indices) > 1:
+        found: Pick = operator.itemgetter(*indices)
+        return found
+    return lambda items: tuple([items[i] for i in indices])
 
 
 def _dense(t: Tensor) -> bool:
@@ -144,65 +164,83 @@ class _Recipe:
         stamp: of registrations and graphs, when it was made.
         kinds: by path; of a container or object that is bound as one there is no more.
         built: tells whether another object is built like the one that this was made for.
-        equal, copies, values: what is compared, copied and rebound of an object.
-        copied, rebound: paths of the latter two.
+        equal, copies, values: what is compared, copied and rebound, of what an object holds.
+        copied, rebound: paths of the latter two, of the last with its last step apart.
         new: paths that were rebound before, and are copied now.
-        places: of captured objects, by id.
+        places: of captured objects, by id, for as long as they live.
     """
 
     stamp: tuple[int, int]
     kinds: Mapping[str, Kind]
     built: schema.Built
-    equal: Getter
-    copies: Getter
-    values: Getter
+    equal: Pick
+    copies: Pick
+    values: Pick
     copied: Mapping[str, Steps]
-    rebound: Sequence[Steps]
+    rebound: Sequence[tuple[Steps, schema.Step]]
     new: Sequence[Steps]
     places: dict[int, _Place] = field(default_factory=dict)
 
-    def differ(self, captured: object, live: object) -> bool:
-        """Whether numbers that are declared equal are not."""
-        return self.equal(captured) != self.equal(live)
-
-    def place_of(self, captured: object, targets: Sequence[Tensor]) -> _Place:
-        """Where an object's copies go."""
-        place = self.places.get(id(captured))
-        if place is None or not place.holds(targets):
-            if len(self.places) >= _MOST_PLACES:
-                self.places.clear()
-            place = self.places[id(captured)] = _Place(targets)
-        return place
+    def holds_for(self, place: _Place, captured: object) -> bool:
+        """Whether nothing has changed since the last refresh of an object."""
+        if self.stamp != registration.stamp():
+            return False
+        try:
+            now = self.built.at(captured)
+        except (AttributeError, LookupError, TypeError):  # it is not even built alike
+            return False
+        return all(map(operator.is_, now, place.values))
 
 
-_MOST_PLACES = 256  # captured objects of one class: more than any ladder has
 _REBOUND: tuple[Kind, ...] = ("REBIND", "FOLLOWS")
 _recipes: dict[type, _Recipe] = {}
+
+
+def _looked_at(captured: object, live: object) -> tuple[_Recipe, _Place]:
+    """How objects of a class are refreshed, and where the copies of this one go."""
+    cls = type(captured)
+    recipe = _recipes.get(cls)
+    if recipe is None or recipe.stamp != registration.stamp() or recipe.built.of(captured) is None:
+        recipe = _recipes[cls] = _made_for(captured, recipe)
+    if recipe.new and id(captured) not in recipe.places:
+        refuse_if_unlike(captured, live, recipe.kinds)
+        for steps in recipe.new:  # it may hold what an earlier object brought along
+            schema.put(captured, steps, schema.at(live, steps).clone())
+    values = recipe.built.at(captured)
+    place = _Place(values, recipe.equal(values), recipe.copies(values))
+    places, key = recipe.places, id(captured)
+    places[key] = place
+    try:
+        weakref.finalize(captured, places.pop, key, None).atexit = False
+    except TypeError:  # of slots without __weakref__: it might be another's place next time
+        del places[key]
+    return recipe, place
 
 
 def _made_for(captured: object, before: _Recipe | None) -> _Recipe:
     kinds, steps = _kinds(captured)
     rebound_before = before.kinds if before is not None else {}
+    places = []
+    for way, _, _ in schema.walked(captured):
+        path = schema.text_of(way)
+        if path and (path in kinds or not any(schema.within(path, whole) for whole in kinds)):
+            places.append(way)
+    index = {schema.text_of(way): i for i, way in enumerate(places)}
     copied = {
         path: steps[path]
         for path, kind in kinds.items()
         if kind == "COPY" and schema.at(captured, steps[path]) is not None
     }
-    rebound = [steps[path] for path, kind in kinds.items() if kind in _REBOUND]
-    places = []
-    for place, _, _ in schema.walked(captured):
-        path = schema.text_of(place)
-        if path and (path in kinds or not any(schema.within(path, whole) for whole in kinds)):
-            places.append(place)
+    rebound = [path for path, kind in kinds.items() if kind in _REBOUND]
     return _Recipe(
         registration.stamp(),
         kinds,
         schema.Built(captured, places),
-        schema.getter_of([steps[path] for path, kind in kinds.items() if kind == "EQUAL"]),
-        schema.getter_of(list(copied.values())),
-        schema.getter_of(rebound),
+        _picking([index[path] for path, kind in kinds.items() if kind == "EQUAL"]),
+        _picking([index[path] for path in copied]),
+        _picking([index[path] for path in rebound]),
         copied,
-        rebound,
+        [(steps[path][:-1], steps[path][-1]) for path in rebound],
         [s for path, s in copied.items() if rebound_before.get(path) == "REBIND"],
     )
 
@@ -290,9 +328,9 @@ def _pairs_over_shared_memory(recipe: _Recipe, captured: object, live: object) -
                 raise unlike(cls, path, f"memory shared with {other}, as captured", "others", fix)
         kept.append((path, t, s))
     pairs = [(t, s) for _, t, s in kept if t.numel() and _lies(t) != _lies(s)]
-    place = _Place([t for t, _ in pairs])
+    place = _Place((), (), [t for t, _ in pairs])
     sources = [s.clone() if place.meets(s) else s for _, s in pairs]
-    return [([pairs[i][0] for i in alike], [sources[i] for i in alike]) for alike in place.alike]
+    return [(targets, pick(sources)) for targets, pick in place.alike]
 
 
 def _lies(t: Tensor) -> tuple[object, ...]:

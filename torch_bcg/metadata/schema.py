@@ -41,6 +41,13 @@ class Step:
         """What ``x`` holds there."""
         return getattr(x, self.key) if self.attribute else x[self.key]
 
+    def put(self, x: Any, value: object) -> None:
+        """Binds what ``x`` holds there, which is no tuple."""
+        if self.attribute:
+            object.__setattr__(x, self.key, value)
+        else:
+            x[self.key] = value
+
     def held(self, x: Any) -> Any:
         """The same, or None where there is nothing any more."""
         try:
@@ -78,10 +85,7 @@ def put(x: Any, steps: Steps, value: object) -> None:
             found="a tuple",
             fix="Make it a list, or a field of its own.",
         )
-    if last.attribute:
-        object.__setattr__(holder, last.key, value)
-    else:
-        holder[last.key] = value
+    last.put(holder, value)
 
 
 def getter_of(paths: Sequence[Steps]) -> Getter:
@@ -95,8 +99,7 @@ def getter_of(paths: Sequence[Steps]) -> Getter:
 def items(x: object) -> Iterator[tuple[Step, Any]]:
     """What one dataclass, or one container of tensors, holds; nothing of anything else."""
     if _is_object(x):
-        for field in dataclasses.fields(x):  # type: ignore[arg-type]
-            yield Step(field.name, True), getattr(x, field.name, None)
+        yield from ((step, getattr(x, step.key, None)) for step in _fields_of(type(x)))  # type: ignore[arg-type]
     elif isinstance(x, tuple) and hasattr(x, "_fields") and holds(x):
         yield from ((Step(name, True), value) for name, value in zip(x._fields, x, strict=True))
     elif isinstance(x, (list, tuple)) and holds(x):
@@ -105,8 +108,13 @@ def items(x: object) -> Iterator[tuple[Step, Any]]:
         yield from ((Step(key, False), value) for key, value in x.items())
 
 
+@functools.cache
+def _fields_of(cls: Any) -> tuple[Step, ...]:
+    return tuple(Step(f.name, True) for f in dataclasses.fields(cls))
+
+
 def _is_object(x: object) -> bool:
-    return dataclasses.is_dataclass(x) and not isinstance(x, type)
+    return hasattr(type(x), "__dataclass_fields__")
 
 
 def holds(x: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> bool:
@@ -140,15 +148,18 @@ class Built:
         self.containers = [i for i, v in enumerate(held) if isinstance(v, (list, tuple, dict))]
         self.contents = [_contents(held[i]) for i in self.containers]
 
-    def like(self, x: object) -> bool:
-        """Whether an object is built alike."""
+    def of(self, x: object) -> tuple[Any, ...] | None:
+        """What another object holds at the places; None if it is not built alike."""
         try:
             held = self.at(x)
         except (AttributeError, LookupError, TypeError):  # it has no such place
-            return False
-        return [type(x), *map(type, held)] == self.types and [
-            _contents(held[i]) for i in self.containers
-        ] == self.contents
+            return None
+        if [type(x), *map(type, held)] != self.types:
+            return None
+        for i, contents in zip(self.containers, self.contents, strict=True):
+            if _contents(held[i]) != contents:
+                return None
+        return held
 
 
 def _contents(x: Any) -> object:
@@ -177,7 +188,7 @@ _layouts: dict[type, Layout] = {}
 def layout_of(x: object) -> Layout:
     """How an object is built; of each class the last layout is kept."""
     layout = _layouts.get(type(x))
-    if layout is None or not layout.built.like(x):
+    if layout is None or layout.built.of(x) is None:
         every = list(walked(x))
         ends = [steps for steps, _, inside in every if steps and not inside]
         layout = _layouts[type(x)] = Layout(
