@@ -18,7 +18,7 @@ from paged.paged_model import Llama, Paged, Sizes, lengthened
 from paged.paged_requests import Scheduler
 from paged.paged_serving import Served, by_calls, by_engine, registered
 from torch_bcg.errors import BindingError
-from torch_bcg.metadata import refreshing, schema
+from torch_bcg.metadata import refreshing
 from torch_bcg.runtime import steps
 from torch_bcg.runtime.calls import _Binder
 
@@ -160,7 +160,7 @@ MUTANTS = {
     "an aliased field left alone": (by_engine, taken_for("WRITTEN", "query_positions"), DIFFERS),
     "aliased fields shown as one": (
         by_engine,
-        replaced(schema, "twin_of", lambda original: lambda metadata, of: metadata),
+        replaced(bound, "_distinct", lambda original: lambda tensor: tensor),
         (AssertionError, "recorded again"),
     ),
 }

@@ -132,6 +132,7 @@ def test_programs_of_smaller_sizes_stay_right_when_slots_grow(device):
         return plus_one(x * 2) * 3 + x
 
     compiled = torch.compile(fn, backend="bcg")
+    gc.collect()
     held = torch_bcg.stats().pool_bytes
     with torch.no_grad():
         for n in (3, 3, 5, 5, 9, 9, 3, 5, 9, 3):
