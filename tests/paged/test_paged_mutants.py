@@ -18,7 +18,7 @@ from paged.paged_model import Llama, Paged, Sizes, lengthened
 from paged.paged_requests import Scheduler
 from paged.paged_serving import Served, by_calls, by_engine, registered
 from torch_bcg.errors import BindingError
-from torch_bcg.metadata import refreshing
+from torch_bcg.metadata import bound, refreshing
 from torch_bcg.runtime import steps
 from torch_bcg.runtime.calls import _Binder
 
