@@ -31,9 +31,13 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 | padded: the place declared with pad= holds what was written      | SILENT       | test_reserved_place           |
 | padded: two sizes vary: exact shapes                             | SILENT       | test_two_sizes                |
 | padded: the first program takes slots for the largest size       | SILENT       | test_slots_of_the_largest_size |
+| metadata: a class registered after what reads it was compiled is | SILENT       | test_registered_too_late      |
+|   derived, compared and refused nothing of                       |              |                               |
+| metadata: an argument that was read from the bound object        | RAISED       | test_argument_from_metadata   |
 """
 
 import gc
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -433,3 +437,49 @@ def test_slots_of_the_largest_size(device):
         (program,) = torch_bcg.programs(compiled)
         added.append(program.bytes)
     assert added[1] - added[0] >= 1000 * 6 * 4
+
+
+@dataclass
+class Scales:
+    """float32 ``[4]`` each."""
+
+    first: Tensor
+    second: Tensor
+
+
+def scaled_by(x, md):
+    return plus_one(x * md.first) + md.second
+
+
+def test_registered_too_late(device):
+    compiled = torch.compile(scaled_by, backend="bcg")
+    md = Scales(*(torch.rand(4, device=device) for _ in range(2)))
+    x = torch.randn(6, 4, device=device)
+    with torch.inference_mode():
+        compiled(x, md)
+        handle = torch_bcg.register_metadata_binding(Scales, rebind=("first",))
+        assert_same(compiled(x, md), scaled_by(x, md))
+        assert torch_bcg.explain(compiled).plans[0].bindings == ()
+        torch._dynamo.reset()  # what is compiled from now on is checked
+        with pytest.raises(BackendCompilerFailed, match="declared REBIND"):
+            compiled(x, md)
+    handle.remove()
+
+
+def test_argument_from_metadata(device):
+    handle = torch_bcg.register_metadata_binding(Scales)
+    compiled = torch.compile(
+        lambda x, scale: plus_one(x * scale) + torch_bcg.current_metadata(Scales).first,
+        backend="bcg",
+    )
+    md = Scales(*(torch.rand(4, device=device) for _ in range(2)))
+    x, first = torch.randn(6, 4, device=device), md.first
+    with torch.inference_mode():
+        with (
+            torch_bcg.bind_metadata(md),
+            pytest.raises(BackendCompilerFailed, match="is also an argument"),
+        ):
+            compiled(x, md.first)
+        with torch_bcg.bind_metadata(md):
+            assert_same(compiled(x, first), (x * first + 1) + first)
+    handle.remove()
