@@ -61,7 +61,7 @@ dump_to(directory)
 explain(fn, options)
 programs(compiled)
 reset(compiled)
-warm_up(compiled, make_inputs, sizes, progress)
+warm_up(compiled, make_inputs, sizes, metadata, progress)
 eager_on_graph(target, mutates_args, fake, name, enable)""",
     )
 
