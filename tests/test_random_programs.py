@@ -82,9 +82,10 @@ PURE = [
     "{x}.max(-1)[1]", "{x}.sort(-1)[0]", "{x}.topk(1)[0]", "torch.var_mean({x}, -1)[0]",
     "torch._foreach_add([{x}, {s}], 1.0)[1]",
 ]  # fmt: skip
+# A GPU may write the tensors of one foreach in any order, so no two of them are in one place.
 WRITES = [
     "{x}.add_({n})", "{x}.mul_(0.5)", "{x}.copy_({s})", "{x}.zero_()", "{x}[0] = {n}", "{x} += {s}",
-    "{x}[..., 0] = {y}", "{x}[1:] = {y}", "torch._foreach_add_([{x}, {s}], 1.0)", "{x}.clamp_(-1, 1)",
+    "{x}[..., 0] = {y}", "{x}[1:] = {y}", "torch._foreach_add_([{x}, {s}.clone()], 1.0)", "{x}.clamp_(-1, 1)",
     "torch._foreach_copy_([{x}], [{s}])", "{x}.masked_fill_({x} > 0, {n})", "{x}[{x} > 0] = 0",
     "{x}.index_fill_(0, torch.tensor([0], device=x0.device), f)", "torch.add({x}, {s}, out={x})",
     "{x}[torch.tensor([0, 1], device=x0.device)] = {y}", "F.relu({x}, inplace=True)",
@@ -107,7 +108,7 @@ ROW_PURE = [
 ]  # fmt: skip
 ROW_WRITES = [
     "{x}.add_({n})", "{x}.mul_(0.5)", "{x}.copy_({s})", "{x} += {s}", "{x}[..., 0] = 0.5", "{x}.zero_()",
-    "torch._foreach_add_([{x}, {s}], 1.0)", "torch._foreach_copy_([{x}], [{s}])", "{x}[0] = {n}",
+    "torch._foreach_add_([{x}, {s}.clone()], 1.0)", "torch._foreach_copy_([{x}], [{s}])", "{x}[0] = {n}",
     "torch.add({x}, {s}, out={x})", "F.relu({x}, inplace=True)", "{x}.data.add_(1)", "b0.add_(1)",
     "b0[:2].add_({x}[:2])", "{x}.lerp_({s}, 0.5)",
 ]  # fmt: skip

@@ -74,17 +74,25 @@ def run(plan: Plan, context: Context, more: Iterable[Callable[..., object]] = ()
     """All of `PASSES`, then ``more``.
 
     Raises:
-        OptionError: a pass does not give a plan.
+        OptionError: one of ``more`` does not give a plan, or one of another program.
     """
-    for one in (*PASSES, *more):
-        made = one(plan, context)
-        if not isinstance(made, Plan):
+    for one in PASSES:
+        plan = one(plan, context)
+    for one_more in more:
+        made = one_more(plan, context)
+        if not isinstance(made, Plan) or _fixed(made) != _fixed(plan):
             raise OptionError(
-                f"The pass {getattr(one, '__name__', one)!s} gives no plan.",
+                f"The pass {getattr(one_more, '__name__', one_more)!s} gives another program.",
                 where="options={'passes': [...]}",
-                expected="a torch_bcg.graph.ir.Plan",
-                found=repr(made),
-                fix="Return the plan it is given, or dataclasses.replace(plan, ...).",
+                expected="a plan with the arguments, key, segments, outputs and bindings it had",
+                found=type(made).__name__ if not isinstance(made, Plan) else "others",
+                fix="Return the plan it is given, or dataclasses.replace(plan, ...) of the rest.",
             )
         plan = made
     return plan
+
+
+def _fixed(plan: Plan) -> tuple[object, ...]:
+    """What the code of a program was made from."""
+    segments = [(type(s), s.index, s.nodes, s.inputs, s.carried, s.outputs) for s in plan.segments]
+    return plan.arguments, plan.symbols, plan.values, segments, plan.outputs, plan.bindings

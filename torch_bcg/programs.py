@@ -129,7 +129,13 @@ class ProgramHandle:
         classes = [instance.cls for instance in self._graph.instances]
         if classes.count(type(live)) != 1:
             found = f"{classes.count(type(live))} objects of {type(live).__name__}"
-            raise _unfit("metadata", f"a class of which {self.plan.name} reads one object", found)
+            raise BCGError(
+                f"This program has no slots for a {type(live).__name__}.",
+                where="ProgramHandle.captured",
+                expected=f"a class of which {self.plan.name} reads one object",
+                found=found,
+                fix="Take the program of the graph that reads it, see plan.bindings of each.",
+            )
         fields = self.plan.bindings[classes.index(type(live))].fields
         homes = {v.name: v.home for v in self.plan.values}
         captured: T = copied(live, lambda value: value)

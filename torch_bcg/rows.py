@@ -75,18 +75,23 @@ class Rows:
         _, fakes = fake_arguments(example_inputs)
         declared = {name for name, _ in self.fills}
         wanted = self.options.bucket_dim
-        sizes: list[tuple[int, torch.SymInt]] = []
+        rows: list[tuple[int, torch.SymInt]] = []
+        others: list[tuple[int, torch.SymInt]] = []
         for name, real, fake in zip(placeholders, example_inputs, fakes, strict=True):
-            if not isinstance(real, torch.Tensor) or not real.dim():
+            if not isinstance(real, torch.Tensor):
                 continue
-            dims = {0} if name in declared else set()
-            if wanted is not None and wanted[0] in (name, self.names.get(name)):
-                dims |= {wanted[1]} if -real.dim() <= wanted[1] < real.dim() else set()
-            found = [(real.shape[d], fake.shape[d]) for d in dims]
-            sizes += [(n, size) for n, size in found if isinstance(size, torch.SymInt)]
-        for number, size in sizes[1:]:
-            if number == sizes[0][0]:
-                bool(size == sizes[0][1])  # asking is what makes it a guard
+            for d, (number, size) in enumerate(zip(real.shape, fake.shape, strict=True)):
+                asked = wanted is not None and wanted[0] in (name, self.names.get(name))
+                known = (d == 0 and name in declared) or (
+                    asked and wanted is not None and d == wanted[1] % real.dim()
+                )
+                if isinstance(size, torch.SymInt):
+                    (rows if known else others).append((number, size))
+        if declared and wanted is None:  # as Dynamo does where it takes equal sizes for one
+            rows += others
+        for number, size in rows[1:]:
+            if number == rows[0][0]:
+                bool(size == rows[0][1])  # asking is what makes it a guard
 
     def reset(self) -> None:
         """Back to the state before the first call."""
@@ -101,6 +106,9 @@ class Rows:
         """The symbol of rows, for `graph.facts`; "" if there is none."""
         wanted = self.options.bucket_dim
         if self.ladder:
+            if wanted is None:  # what is declared of padded rows says which size has them
+                declared = (name for name, _ in self.fills if sizes.get(name))
+                wanted = next(((n, 0) for n in declared if sizes[n][0].isidentifier()), None)
             if wanted is None:
                 sizes = {
                     n: (*s[:-1], "") if n in self.with_features else s for n, s in sizes.items()

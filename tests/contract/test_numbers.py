@@ -252,3 +252,15 @@ def test_a_number_written_into_caller_memory(device):
         return x + s
 
     check(fn, lambda i: (rows(device), FLOATS[i]), calls=6, replays=4)
+
+
+def test_an_integer_beyond_the_dtype_wraps_as_in_eager(device):
+    def fn(x, n):
+        return plus_one(x) * n
+
+    compiled = torch.compile(fn, backend="bcg", dynamic=True)
+    with torch.no_grad(), counted() as counts:
+        for n in (3, 5, 2**31 + 5, -(2**31) - 7, 2**40 + 1, 4):
+            x = torch.arange(6, dtype=torch.int32, device=device)
+            assert torch.equal(compiled(x, n), fn(x, n))
+    assert counts.replays >= 4

@@ -95,10 +95,10 @@ def pool_on(device):
 class Both:
     """The function compiled and as it is, with a pool each, called with the same metadata."""
 
-    def __init__(self, device, fn=forward, **options):
+    def __init__(self, device, fn=forward, dynamic=None, **options):
         self.device, self.fn = device, fn
         self.pools = pool_on(device), pool_on(device)
-        self.compiled = torch.compile(fn, backend="bcg", options=options)
+        self.compiled = torch.compile(fn, backend="bcg", dynamic=dynamic, options=options)
 
     def __call__(self, md, x=None, live=None):
         """Compares the two to the bit; ``live``: what eager is given, ``md`` itself if None."""

@@ -28,6 +28,7 @@ from twin import plus_one
         ({"rebind": ("core.tables",)}, "Meta has no field 'core.tables'"),
         ({"equal": ("page_size",), "rebind": ("page_size",)}, "Meta.page_size is declared twice"),
         ({"copy": ("core.",)}, "Meta has no field 'core.'"),
+        ({"equal": "heads"}, "'heads' is no list of fields"),
     ],
     ids=str,
 )

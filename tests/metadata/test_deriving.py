@@ -37,8 +37,8 @@ scores: WRITTEN, segment 2 writes it, in copy_, models.py:67
 core.table: REBIND, a marked function reads it by itself
 core.counts: REBIND, -
 page_size: EQUAL, a marked function reads it by itself
-heads: FOLLOWS, traced code read it: a graph for each value
-bias: REBIND, traced code read it: a graph for each value
+heads: FOLLOWS, traced code read it: a constant of this graph
+bias: REBIND, traced code read it: a constant of this graph
 tags: REBIND, -""",
     )
     assert binding.unread == ("core.counts", "tags")
@@ -467,11 +467,20 @@ def test_a_pass_of_a_project(device):
     assert torch_bcg.explain(both.compiled).plans[0].name == "renamed"
 
 
-def test_a_pass_that_gives_no_plan(device):
-    compiled = torch.compile(
-        lambda x: plus_one(x) * 2, backend="bcg", options={"passes": [lambda plan, context: None]}
-    )
-    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="gives no plan") as raised:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda plan, context: None,
+        lambda plan, context: context,
+        lambda plan, context: dataclasses.replace(plan, segments=plan.segments[:1]),
+        lambda plan, context: dataclasses.replace(plan, segments=plan.segments[::-1]),
+        lambda plan, context: dataclasses.replace(plan, outputs=()),
+        lambda plan, context: dataclasses.replace(plan, values=()),
+    ],
+)
+def test_a_pass_that_gives_another_program(device, wrong):
+    compiled = torch.compile(lambda x: plus_one(x) * 2, backend="bcg", options={"passes": [wrong]})
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="another program") as raised:
         compiled(torch.randn(6, 4, device=device))
     assert isinstance(raised.value.inner_exception, OptionError)
 
@@ -496,6 +505,21 @@ def test_token_fields_are_padded_with_their_value_and_request_fields_live(device
     (padding,) = {p.padding for p in torch_bcg.explain(both.compiled).plans if p.padding.symbol}
     assert padding.refused is None
     assert dict(padding.fills) == {"meta_slots": 63, "meta_scale": 1, "meta_scores": 0}
+
+
+@pytest.mark.parametrize("first", [16, 6])
+def test_a_second_graph_is_padded_as_the_first_one(device, first):
+    """Dynamo gives sizes that are equal one symbol at first, and symbols of their own later."""
+    torch_bcg.register_metadata_binding(Meta)
+    both = Both(device, buckets=[8, 16], pad={"slots": 63}, dynamic=True)
+    with counted() as counts:
+        both(make(device, rows=16, requests=3))
+        for rows in (first, 7, 5, 12, 6):  # with another field: another graph
+            both(make(device, rows=rows, requests=3, bias=torch.rand(rows, device=device)))
+    assert counts.num_eager == 0
+    verdicts = [p.padding.refused for p in torch_bcg.explain(both.compiled).plans]
+    assert verdicts[-1] is None
+    assert counts.pad_rows > 0
 
 
 def test_sizes_are_warmed_up_with_metadata_of_their_own(device):

@@ -132,7 +132,7 @@ def test_only_a_program_that_reads_the_class(device):
     for _ in range(2):
         both(make(device))
     (program,) = torch_bcg.programs(both.compiled)
-    with pytest.raises(BCGError, match="metadata"):
+    with pytest.raises(BCGError, match="no slots for a Core"):
         program.captured(make(device).core)
     with pytest.raises(BindingError, match=r"Meta\.(slots|scale|scores) cannot be refreshed"):
         program.captured(make(device, rows=5))

@@ -38,6 +38,8 @@ def refuse_if_unlike(captured: object, live: object, kinds: Mapping[str, Kind]) 
             raise unlike(cls, path, said(mine), said(other), fix)
         if kind == "COPY" and said(mine) != said(other):
             fix = "Build it at the sizes that were captured: widths from capacity, not the batch."
+            if isinstance(other, Tensor) and isinstance(mine, Tensor) and mine.shape == other.shape:
+                fix = f"Create it as {mine.dtype} on {mine.device}."
             raise unlike(cls, path, said(mine), said(other), fix)
         if kind is None:
             ours, theirs = list(schema.items(mine)), list(schema.items(other))

@@ -125,7 +125,7 @@ class _Deriver:
         kind: Kind = "FOLLOWS" if instance.what[path] == "number" else "REBIND"
         why = ""
         if path in instance.constants:
-            why = "traced code read it: a graph for each value"
+            why = "traced code read it: a constant of this graph"
         elif argument and any(argument in s for s in self.plan.symbols):
             why = f"in the key, as {argument}: a program for each value"
         elif argument:

@@ -145,6 +145,15 @@ def register_metadata_binding(
         BindingError: no dataclass, a name that is no field, a field in two lists, or an object of
             the class is bound.
     """
+    for given in (equal, copy, rebind, written):
+        if isinstance(given, str):
+            raise BindingError(
+                f"{given!r} is no list of fields.",
+                where=f"register_metadata_binding({getattr(cls, '__name__', cls)}, ...)",
+                expected="names in a tuple or list",
+                found="a text",
+                fix=f"Write ({given!r},).",
+            )
     lists: dict[Declared, tuple[str, ...]] = {
         "EQUAL": tuple(equal), "COPY": tuple(copy), "REBIND": tuple(rebind),
         "WRITTEN": tuple(written),

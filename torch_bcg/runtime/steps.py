@@ -17,6 +17,7 @@ from torch_bcg.runtime import memory
 from torch_bcg.runtime.recorders import wrong_output
 from torch_bcg.runtime.slots import Slots
 
+_HALF = 1 << 31
 Cells = list[Any]
 Step = Callable[[], object]
 
@@ -86,11 +87,15 @@ def fill_numbers(
     fills: Sequence[tuple[Tensor, int]],
 ) -> Step:
     """Puts this call's numbers into their 0-dim slots; a 0-dim CPU tensor counts as a number."""
+    narrow = [slot.dtype is torch.int32 for slot, _ in fills]
 
     def step() -> None:
         numbers = forward(*[cells[i] for i in loads])
-        for slot, i in fills:
-            slot.fill_(numbers[i])
+        for (slot, i), short in zip(fills, narrow, strict=True):
+            number = numbers[i]
+            if short and isinstance(number, int) and not -_HALF <= number < _HALF:
+                number = (number + _HALF) % (2 * _HALF) - _HALF  # as a kernel takes it
+            slot.fill_(number)
 
     return step
 
