@@ -502,7 +502,7 @@ def test_what_is_read_and_written_comes_along(device):
         both(captured, live=copy.deepcopy(live))
 
 
-@pytest.mark.parametrize("how", ["in part", "by index"])
+@pytest.mark.parametrize("how", ["in part", "by index", "from itself", "out"])
 def test_what_is_written_in_part_comes_along(device, how):
     def fn(x, pool):
         md = torch_bcg.current_metadata(Meta)
@@ -510,6 +510,11 @@ def test_what_is_written_in_part_comes_along(device, how):
         attend(x * 2, md.scale, out)
         if how == "in part":
             md.scores[:3] = out.sum(1)[:3]
+        elif how == "out":
+            torch.add(md.scores, out.sum(1), out=md.scores)
+        elif how == "from itself":
+            md.scores.copy_(md.scores.view(2, 3)[:1].expand(2, 3).reshape(6).clone())
+            md.scores.view(2, 3)[:1].copy_(md.scores.view(2, 3)[1:])
         else:
             md.scores[md.slots % 3] = 1.0 * md.scale[0]
         return md.scores[:, None] + out

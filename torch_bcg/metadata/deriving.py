@@ -168,7 +168,7 @@ class _Deriver:
             f, node = self.facts.nodes[name], self.lowering.nodes[name]
             if storage not in f.reads | f.writes:
                 continue
-            if storage not in f.writes:
+            if storage not in f.writes or storage in self.taken(node):
                 return "read"
             kernels = {o._schema.name for o in f.operators if o._schema.is_mutable}
             if any(not k.startswith("aten::") for k in kernels):
@@ -177,6 +177,14 @@ class _Deriver:
                 return "written" if self.is_whole(node, f, value) else "unknown"
             return "unknown" if kernels <= _WHOLE | _PARTS else "read"
         return "unknown"
+
+    def taken(self, node: fx.Node) -> set[int]:
+        """Storages of what a node takes beside the tensor that it overwrites."""
+        others = node.args if "out" in node.kwargs else node.args[1:]
+        more = {k: v for k, v in node.kwargs.items() if k != "out"}
+        found: list[fx.Node] = []
+        fx.node.map_arg((others, more), found.append)
+        return {t.storage for p in found for t in self.facts.nodes[p.name].tensors}
 
     def is_whole(self, node: fx.Node, f: NodeFacts, value: Value) -> bool:
         """Whether a node that overwrites something overwrites all of a value."""
