@@ -174,6 +174,10 @@ def fronts_out_of(
     plans: list[tuple[Callable[[], Tensor], tuple[Part, ...]]] = []
     for members in groups.values():
         chosen = [fronts[i] for i in members]
+        front, like = chosen[0]
+        if len(members) == 1 and _dense(front) and (tuple(front.shape), front.stride()) == like[:2]:
+            plans.append((shared(front).clone, ((members[0], _itself),)))
+            continue
         low = _aligned([(like[2], t.itemsize) for t, like in chosen])
         high = max(like[2] + reach(*like[:2]) * t.itemsize for t, like in chosen)
         device = fronts[members[0]][0].device
