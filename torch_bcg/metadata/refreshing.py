@@ -209,12 +209,19 @@ def _looked_at(captured: object, live: object) -> tuple[_Recipe, _Place]:
     values = recipe.built.at(captured)
     place = _Place(values, recipe.equal(values), recipe.copies(values))
     places, key = recipe.places, id(captured)
+    if key not in places and not _dies_with(captured, places, key):
+        return recipe, place  # it might be another object's next time
     places[key] = place
+    return recipe, place
+
+
+def _dies_with(captured: object, places: dict[int, _Place], key: int) -> bool:
+    """Lets a place go when its object does; False for one that nobody can watch."""
     try:
         weakref.finalize(captured, places.pop, key, None).atexit = False
-    except TypeError:  # of slots without __weakref__: it might be another's place next time
-        del places[key]
-    return recipe, place
+    except TypeError:  # slots without __weakref__
+        return False
+    return True
 
 
 def _made_for(captured: object, before: _Recipe | None) -> _Recipe:
