@@ -1,5 +1,6 @@
 """Rewrites before anything is found out about a graph."""
 
+import copy
 import operator
 
 import pytest
@@ -71,3 +72,17 @@ def test_the_tensor_is_made_once_a_program():
     (plan,) = {p.plan for p in torch_bcg.programs(compiled)}
     assert [r.kind for r in plan.reasons] == ["mark"]
     assert len([v for v in plan.values if v.home == "constant"]) == 2
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_the_order_of_a_norm_that_nobody_takes(device, max_norm):
+    """With ``dynamic=True`` the number is an argument, and would make the embedding eager."""
+    table = torch.nn.Embedding(10, 8, max_norm=max_norm, norm_type=3.0, device=device)
+    twin = copy.deepcopy(table)
+    compiled = torch.compile(lambda i: plus_one(table(i) * 2) * 3, backend="bcg", dynamic=True)
+    with torch.no_grad():
+        for n in (4, 5, 6, 4, 5):
+            i = torch.randint(10, (n,), device=device)
+            assert torch.equal(compiled(i), (twin(i) * 2 + 1) * 3)
+    reasons = [r.kind for p in torch_bcg.explain(compiled).plans for r in p.reasons]
+    assert max_norm is not None or reasons == ["mark"]

@@ -2,7 +2,8 @@
 
 Without gradients a checkpointed or nested compile region means no more than its body, but Dynamo
 hands it over as one node, in which a mark would go unseen. A tensor whose geometry changes in place
-is two values under one name. A list of numbers as an index is sent from the host at every call.
+is two values under one name. A list of numbers as an index is sent from the host at every call. An
+embedding takes the order of a norm that it does not use.
 """
 
 from __future__ import annotations
@@ -118,7 +119,21 @@ def _copy(gm: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], prefix: 
                 copy.target = prefix + str(node.target)
             elif node.target in (operator.getitem, operator.setitem):
                 _index_by_tensors(copy)
+            elif node.target is torch.nn.functional.embedding:
+                _without_norm(copy)
     raise AssertionError("a graph without an output node")
+
+
+def _without_norm(node: fx.Node) -> None:
+    """``embedding`` without the order of a norm that it does not take.
+
+    With ``dynamic=True`` Dynamo makes an argument of that number, which varies for all it knows.
+    """
+    max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+    if max_norm is None and len(node.args) > 4:
+        node.args = (*node.args[:4], 2.0, *node.args[5:])
+    elif max_norm is None:
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "norm_type"}
 
 
 def _index_by_tensors(node: fx.Node) -> None:
