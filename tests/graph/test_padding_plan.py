@@ -71,7 +71,7 @@ plan graph_N on cpu: 4 of 5 kernels recorded, in 2 segments; 1 eager
 key: a program for each
   sNN  l_x_.shape[0], given as argument sNN  padded
 
-padding: sNN, that is l_x_.shape[0], to 4, 8, 12 .. 2048, 42 sizes
+padding: sNN, that is l_slots_.shape[0], to 4, 8, 12 .. 2048, 42 sizes
   tried       operator: padding_plan::scaled (scaled_default, FILE:LINE)
   rows hold   l_slots_: 0
 
