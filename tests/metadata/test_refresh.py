@@ -482,41 +482,31 @@ def served(device, fn, **options):
     return both, torch_bcg.programs(both.compiled)[0]
 
 
-def test_what_is_read_and_written_comes_along(device):
-    """A sum in a field begins with what each call brings."""
+def written_by_index(md, new):
+    md.scores[md.slots % 3] = 1.0 * md.scale[0]
 
+
+def written_from_itself(md, new):
+    md.scores.view(2, 3)[:1].copy_(md.scores.view(2, 3)[1:])
+
+
+# Writes after which something is left of what a call brings.
+WRITES = {
+    "a sum": lambda md, new: md.scores.add_(new),
+    "out": lambda md, new: torch.add(md.scores, new, out=md.scores),
+    "in part": lambda md, new: md.scores[:3].copy_(new[:3]),
+    "by index": written_by_index,
+    "from itself": written_from_itself,
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_what_is_not_all_overwritten_comes_along(device, how):
     def fn(x, pool):
         md = torch_bcg.current_metadata(Meta)
         out = torch.empty_like(x)
         attend(x * 2, md.scale, out)
-        md.scores.add_(out.sum(1))
-        return md.scores[:, None] + out
-
-    torch_bcg.register_metadata_binding(Meta)
-    both, program = served(device, fn)
-    assert both.fields()["scores"].kind == "COPY"
-    captured = program.captured(make(device))
-    for _ in range(3):
-        live = make(device, scores=torch.rand(6, device=device))
-        refresh(captured, live)
-        both(captured, live=copy.deepcopy(live))
-
-
-@pytest.mark.parametrize("how", ["in part", "by index", "from itself", "out"])
-def test_what_is_written_in_part_comes_along(device, how):
-    def fn(x, pool):
-        md = torch_bcg.current_metadata(Meta)
-        out = torch.empty_like(x)
-        attend(x * 2, md.scale, out)
-        if how == "in part":
-            md.scores[:3] = out.sum(1)[:3]
-        elif how == "out":
-            torch.add(md.scores, out.sum(1), out=md.scores)
-        elif how == "from itself":
-            md.scores.copy_(md.scores.view(2, 3)[:1].expand(2, 3).reshape(6).clone())
-            md.scores.view(2, 3)[:1].copy_(md.scores.view(2, 3)[1:])
-        else:
-            md.scores[md.slots % 3] = 1.0 * md.scale[0]
+        WRITES[how](md, out.sum(1))
         return md.scores[:, None] + out
 
     torch_bcg.register_metadata_binding(Meta)
