@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch_bcg.errors import OptionError
 from torch_bcg.graph.annotate import annotated
-from torch_bcg.graph.ir import Plan
+from torch_bcg.graph.ir import EagerSegment, Plan, Segment
 from torch_bcg.graph.known import Facts
 from torch_bcg.graph.lifetimes import with_lifetimes
 from torch_bcg.graph.lower import Lowering
@@ -84,7 +85,7 @@ def run(plan: Plan, context: Context, more: Iterable[Callable[..., object]] = ()
             raise OptionError(
                 f"The pass {getattr(one_more, '__name__', one_more)!s} gives another program.",
                 where="options={'passes': [...]}",
-                expected="a plan with the arguments, key, segments, outputs and bindings it had",
+                expected="a plan that differs in names, module paths and reasons alone",
                 found=type(made).__name__ if not isinstance(made, Plan) else "others",
                 fix="Return the plan it is given, or dataclasses.replace(plan, ...) of the rest.",
             )
@@ -92,7 +93,11 @@ def run(plan: Plan, context: Context, more: Iterable[Callable[..., object]] = ()
     return plan
 
 
-def _fixed(plan: Plan) -> tuple[object, ...]:
-    """What the code of a program was made from."""
-    segments = [(type(s), s.index, s.nodes, s.inputs, s.carried, s.outputs) for s in plan.segments]
-    return plan.arguments, plan.symbols, plan.values, segments, plan.outputs, plan.bindings
+def _fixed(plan: Plan) -> Plan:
+    """A plan without what only its readers look at: names, module paths, reasons."""
+    segments: list[Segment] = []
+    for segment in plan.segments:
+        if isinstance(segment, EagerSegment):
+            segment = dataclasses.replace(segment, reasons=())
+        segments.append(dataclasses.replace(segment, module="", reads=()))
+    return dataclasses.replace(plan, name="", segments=tuple(segments))

@@ -555,6 +555,37 @@ def test_padded_rows_are_written_to_a_slot_that_is_declared(device):
     assert counts.num_eager == 0
 
 
+def test_an_interrupted_call_leaves_no_rows_to_a_later_one(device, monkeypatch):
+    """What it copied in before it ended lies behind the rows of the next call."""
+    ours, twin = Pool(device), Pool(device)
+    compiled = torch.compile(ours, backend="bcg", options={"buckets": [8], "pad": {"slots": 0}})
+    real = torch.Tensor.copy_
+
+    def call(size):
+        x = torch.randn(size, 4, device=device)
+        slots = 1 + torch.randperm(63, device=device)[:size]
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(slots, 0)
+        assert_same(compiled(x, slots), twin(x, slots))
+        assert_same(ours.keys[1:], twin.keys[1:])
+
+    def interrupted(target, source):
+        real(target, source)
+        if target.dtype == torch.int64:
+            raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for size in (8, 7, 5, 5, 5):
+            call(size)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(torch.Tensor, "copy_", interrupted)
+            compiled(torch.randn(8, 4, device=device), torch.arange(40, 48, device=device))
+        with counted() as counts:
+            for size in (5, 5):
+                call(size)
+    assert counts.replays == 2
+
+
 STORES = {
     "fewer rows": lambda pool, i, x: pool.__setitem__(i[:-1], x[:-1]),
     "a counter": lambda pool, i, x: pool.index_add_(0, i * 0, x),

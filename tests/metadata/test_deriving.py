@@ -16,7 +16,7 @@ import torch_bcg
 from metadata.models import Both, Core, Meta, attend, make, pool_on
 from torch_bcg import sources
 from torch_bcg.errors import BindingError, OptionError
-from torch_bcg.graph.ir import Plan
+from torch_bcg.graph.ir import Padding, Plan
 from twin import counted, plus_one
 
 
@@ -476,6 +476,11 @@ def test_a_pass_of_a_project(device):
         lambda plan, context: dataclasses.replace(plan, segments=plan.segments[::-1]),
         lambda plan, context: dataclasses.replace(plan, outputs=()),
         lambda plan, context: dataclasses.replace(plan, values=()),
+        lambda plan, context: dataclasses.replace(plan, device="cuda:7"),
+        lambda plan, context: dataclasses.replace(plan, padding=Padding()),
+        lambda plan, context: dataclasses.replace(
+            plan, segments=(dataclasses.replace(plan.segments[0], writes=(0,)), *plan.segments[1:])
+        ),
     ],
 )
 def test_a_pass_that_gives_another_program(device, wrong):

@@ -173,7 +173,7 @@ class _Deriver:
             kernels = {o._schema.name for o in f.operators if o._schema.is_mutable}
             if any(not k.startswith("aten::") for k in kernels):
                 return "unknown"
-            if any(o._overloadname.endswith("out") for o in f.operators) or kernels <= _WHOLE:
+            if any(o.name().endswith("out") for o in f.operators) or kernels <= _WHOLE:
                 return "written" if self.is_whole(node, f, value) else "unknown"
             return "unknown" if kernels <= _WHOLE | _PARTS else "read"
         return "unknown"

@@ -80,8 +80,9 @@ class _Binder(Fronts):
         self.loads: dict[str, int] = {}
 
     def bind(self) -> Bound:
-        self.copy_in()
+        # First: a call that is interrupted while it copies in has said that it has another size.
         self.fill_tails()
+        self.copy_in()
         self.fill_numbers()
         if self.aliases is not None:  # an argument may be what the last call handed out
             self.steps.append(self.aliases.expire)
