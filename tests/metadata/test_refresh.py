@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_bcg
 from metadata.models import Both, Core, Meta, attend, make
 from torch_bcg.errors import BCGError, BindingError
-from torch_bcg.metadata import refresh
+from torch_bcg.metadata import refresh, refreshing
 from twin import counted, plus_one
 
 ALL = {"copy": ("slots", "scale", "core.table", "bias"), "rebind": ("lengths", "core.counts"),
@@ -442,6 +442,80 @@ def test_the_same_start_with_other_strides_is_another_place(device):
     expected = buffer.t().clone()
     refresh(captured, live)
     assert torch.equal(captured.core.table, expected)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(0, 8), (8, 0)])
+def test_a_view_in_a_view_is_shifted(device, ours, theirs):
+    """The longer target is met by a source behind the shorter one."""
+    torch_bcg.register_metadata_binding(Meta, copy=("slots", "lengths"), rebind=("core",),
+                                        written=("scores", "scale"))  # fmt: skip
+    captured, live, buffer = make(device), make(device), torch.arange(40, device=device)
+    for md, at in ((captured, ours), (live, theirs)):
+        md.slots, md.lengths = buffer[at : at + 20], buffer[at + 2 : at + 4]
+    expected = live.slots.clone()
+    refresh(captured, live)
+    assert torch.equal(captured.slots, expected)
+    assert torch.equal(captured.lengths, expected[2:4])
+
+
+@pytest.mark.parametrize("gap", [0, 1, 6])
+def test_sources_between_targets(device, gap):
+    """Of one buffer, in turn: what lies between targets is read where it is."""
+    torch_bcg.register_metadata_binding(Meta, copy=("slots", "lengths"), rebind=("core",),
+                                        written=("scores", "scale"))  # fmt: skip
+    captured, live, buffer = make(device), make(device), torch.arange(40, device=device)
+    live.slots, live.lengths = buffer[6 - gap : 12 - gap], buffer[18 + gap : 24 + gap]
+    captured.slots, captured.lengths = buffer[:6], buffer[12:18]
+    for _ in range(2):
+        expected = live.slots.clone(), live.lengths.clone()
+        refresh(captured, live)
+        assert torch.equal(captured.slots, expected[0])
+        assert torch.equal(captured.lengths, expected[1])
+
+
+MODES = {"grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("made", MODES)
+def test_in_every_mode(device, made, mode, monkeypatch):
+    """The captured object may be of another mode; what comes is looked at closely only once."""
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    with MODES[made]():
+        captured = make(device)
+        refresh(captured, make(device))
+    closely, checked = [], refreshing._checked
+    monkeypatch.setattr(refreshing, "_checked", lambda *a: closely.append(a) or checked(*a))
+    for _ in range(4):
+        with MODES[mode]():
+            live = make(device)
+            live.scale.requires_grad_(mode == "grad")
+            refresh(captured, live)
+        assert torch.equal(captured.scale, live.scale)
+        assert not captured.scale.requires_grad
+    assert len(closely) <= 1
+
+
+def test_what_comes_differs_in_strides(device):
+    """From what is captured, and from step to step."""
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured, live = make(device), make(device)
+    for i in range(6):
+        table = torch.randint(9, captured.core.table.shape, device=device)
+        live.core.table = table.t().contiguous().t() if i % 3 else table
+        refresh(captured, live)
+        assert torch.equal(captured.core.table, table)
+
+
+def test_a_number_for_what_is_bound_is_bound(device):
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured = make(device)
+    for lengths in (torch.ones(2), 3, torch.ones(2)):
+        refresh(captured, make(device, lengths=lengths))
+        assert captured.lengths is lengths
+    captured.lengths = None
+    with pytest.raises(BindingError, match="lengths cannot be refreshed"):
+        refresh(captured, make(device))
 
 
 def test_an_expanded_target_is_refused(device):

@@ -6,7 +6,8 @@ import operator
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -39,101 +40,128 @@ def refresh(captured: object, live: object) -> None:
             ``captured`` and two in ``live``; a field of which neither a declaration nor a compiled
             graph says anything.
     """
-    cls = type(captured)
-    recipe = _recipes.get(cls)
-    place = recipe.places.get(id(captured)) if recipe is not None else None
-    if recipe is None or place is None or not recipe.holds_for(place, captured):
-        recipe, place = _looked_at(captured, live)
-    values = recipe.built.of(live) if type(live) is cls else None
-    alike = values is not None and place.like(recipe.copies(values))
-    if values is None or not (alike or place.takes(recipe.copies(values))):
-        refuse_if_unlike(captured, live, recipe.kinds)
-        values = recipe.built.at(live)
-    if recipe.equal(values) != place.equal:
-        refuse_if_unlike(captured, live, recipe.kinds)
-    pairs = place.pairs(recipe.copies(values), alike) or _pairs_over_shared_memory(
-        recipe, captured, live
-    )
-    with place.mode():
-        for into, out_of in pairs:
-            torch._foreach_copy_(into, out_of)
-    for (way, last), value in zip(recipe.rebound, recipe.values(values), strict=True):
-        last.put(schema.at(captured, way) if way else captured, value)
-    place.values = recipe.built.at(captured)
+    place = _places.get(id(captured))
+    if place is None or not place.holds_for(captured):
+        place = _looked_at(captured, live)
+    recipe, alike = place.recipe, place.alike
+    values = recipe.built.of(live) or ()
+    sources = values[recipe.copies]
+    if not values or values[recipe.equal] != place.equal or not place.like(*sources):
+        values = _checked(place, captured, live)
+        sources = values[recipe.copies]
+    if not place.apart or place.meet(sources):
+        alike, sources = _over_shared_memory(recipe, captured, live)
+    with _writing_to_any_tensor():
+        for targets, pick in alike:
+            torch._foreach_copy_(targets, pick(sources))
+    rebound = values[recipe.values]
+    for (way, put, key), value in zip(recipe.rebound, rebound, strict=True):
+        put(schema.at(captured, way) if way else captured, key, value)
+    place.held = place.kept + rebound
 
 
-Pairs = list[tuple[list[Tensor], tuple[Tensor, ...]]]
+def _writing_to_any_tensor() -> AbstractContextManager[None]:
+    """What `torch.inference_mode` enters, without its wrapper: also cheaper than `no_grad`."""
+    mode: AbstractContextManager[None] = torch._C._InferenceMode(True)
+    return mode
+
+
 Pick = Callable[[Sequence[Any]], tuple[Any, ...]]
+Alike = list[tuple[list[Tensor], Pick]]  # targets of one dtype and device, what picks sources
+
+
+@dataclass
+class _Recipe:
+    """What to do with the fields of objects of one class that are built alike.
+
+    Attributes:
+        stamp: of registrations and graphs, when it was made.
+        kinds: by path; of a container or object that is bound as one there is no more.
+        built: gives what an object holds, if it is built like the one that this was made for; any
+            value may lie where copies go.
+        copies, equal, values: what is copied, compared and rebound of it.
+        copied: paths of the first.
+        rebound: of the last the way to what holds it, and what puts it there under which key.
+        new: paths that were rebound before, and are copied now.
+    """
+
+    stamp: tuple[int, int]
+    kinds: Mapping[str, Kind]
+    built: schema.Built
+    copies: slice
+    equal: slice
+    values: slice
+    copied: Mapping[str, Steps]
+    rebound: Sequence[tuple[Steps, schema.Setter, Any]]
+    new: Sequence[Steps]
 
 
 class _Place:
     """Where the copies of one captured object go: looked at once, for as long as it stays.
 
     Attributes:
-        values: what the object held at the places of the recipe, after the last refresh.
+        recipe: what to do with it.
+        held: what it held after the last refresh.
+        kept: of that what no refresh binds anew.
         equal: the numbers in it that have to be equal.
-        like: whether tensors have the geometry of the targets, see `same_geometry`.
-        shapes, dtypes, devices: of the targets.
-        starts, ends: their addresses in ascending order, by the byte.
-        ends_before, starts_after: of the one before, and the one behind, each gap between them.
-        reach: bytes from the first to the last element of each, in their own order.
-        apart: no two meet.
-        alike: targets of one dtype and device, and what picks their sources.
-        mode: in which they may be written.
+        geometry: of the targets.
+        alike: targets by launch.
+        edges: of their memory.
+        apart: there are some, and no two of their elements have one address.
+        like: whether tensors have the geometry of the last sources that were learned.
+        reach: bytes from the first to the last element of each of those.
+        before: what begins up to there ends before all targets.
     """
 
-    def __init__(
-        self, values: tuple[Any, ...], equal: tuple[Any, ...], targets: Sequence[Tensor]
-    ) -> None:
-        self.values, self.equal = values, equal
-        self.like = same_geometry(targets)
-        self.shapes = [t.shape for t in targets]
-        self.dtypes = [t.dtype for t in targets]
-        self.devices = [t.device for t in targets]
-        ranges = sorted(_range(t) for t in targets)
-        self.starts, self.ends = [low for low, _ in ranges], [high for _, high in ranges]
-        self.reach = [high - low for low, high in map(_range, targets)]
-        self.ends_before, self.starts_after = [0, *self.ends], [*self.starts, 1 << 64]
-        ordered = all(a <= b for a, b in zip(self.ends, self.starts[1:], strict=False))
-        self.apart = ordered and all(map(_dense, targets))
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, t in enumerate(targets):
-            groups.setdefault((t.dtype, t.device), []).append(i)
-        self.alike = [([targets[i] for i in alike], _picking(alike)) for alike in groups.values()]
-        inference = any(t.is_inference() for t in targets)
-        self.mode = torch.inference_mode if inference else torch.no_grad
+    def __init__(self, recipe: _Recipe, captured: object) -> None:
+        self.recipe = recipe
+        self.held = recipe.built.at(captured)
+        self.kept = self.held[: recipe.values.start]
+        self.equal = self.kept[recipe.equal]
+        targets = self.kept[recipe.copies]
+        self.geometry = _geometry(targets)
+        self.alike = _by_launch(targets)
+        self.edges = _edges(targets)
+        self.learn(targets)
+        covered = sum(self.edges[1::2]) - sum(self.edges[::2])
+        self.apart = 0 < sum(self.reach) == covered and all(map(_dense, targets))
 
-    def takes(self, sources: Sequence[Tensor]) -> bool:
-        """Whether sources have the shapes, dtypes and devices of their targets."""
-        return (
-            [s.shape for s in sources] == self.shapes
-            and [s.dtype for s in sources] == self.dtypes
-            and [s.device for s in sources] == self.devices
-        )
-
-    def pairs(self, sources: Sequence[Tensor], alike: bool) -> Pairs:
-        """What to copy in one launch each; nothing where some of the memory may be one."""
-        if not self.apart or self.meet(sources, alike):
-            return []
-        return [(targets, pick(sources)) for targets, pick in self.alike]
-
-    def meet(self, sources: Sequence[Tensor], alike: bool) -> bool:
-        """Whether a source lies in the memory of a target; ``alike``: with the same strides."""
-        lows = [s.data_ptr() for s in sources]
-        reach = self.reach if alike else [high - low for low, high in map(_range, sources)]
-        if not lows or min(lows) >= self.ends[-1] or max(lows) + max(reach) <= self.starts[0]:
+    def holds_for(self, captured: object) -> bool:
+        """Whether nothing has changed since the last refresh of the object."""
+        if self.recipe.stamp != registration.stamp():
             return False
-        places = map(bisect_right, repeat(self.starts), lows)
-        return any(
-            self.ends_before[i] > low or low + n > self.starts_after[i]
-            for i, low, n in zip(places, lows, reach, strict=True)
-        )
+        try:
+            held = self.recipe.built.at(captured)
+        except (AttributeError, LookupError, TypeError):  # it is not even built alike
+            return False
+        return all(map(operator.is_, held, self.held))
 
-    def meets(self, source: Tensor) -> bool:
-        """Whether one source lies in the memory of a target."""
-        low, high = _range(source)
-        i = bisect_left(self.starts, high)
-        return i > 0 and self.ends[i - 1] > low
+    def learn(self, sources: Sequence[Tensor]) -> None:
+        """Takes the next sources for such as these."""
+        self.like = same_geometry(sources)
+        self.reach = [high - low for low, high in map(_range, sources)]
+        self.before = min(self.edges, default=0) - max(self.reach, default=0)
+
+    def meet(self, sources: Sequence[Tensor]) -> bool:
+        """Whether one of the sources, which are like those learned, lies in a target's memory."""
+        ordered = sorted(map(Tensor.data_ptr, sources))
+        if ordered[0] >= self.edges[-1] or ordered[-1] <= self.before:
+            return False
+        lows = [s.data_ptr() for s in sources]
+        return any(map(_meet, repeat(self.edges), lows, map(operator.add, lows, self.reach)))
+
+
+def _geometry(values: Sequence[Any]) -> list[object]:
+    """What a copy needs to be the same; None for what is no tensor."""
+    return [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else None for v in values]
+
+
+def _by_launch(targets: Sequence[Tensor]) -> Alike:
+    """Targets of one dtype and device, and what picks their sources."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, t in enumerate(targets):
+        groups.setdefault((t.dtype, t.device), []).append(i)
+    return [([targets[i] for i in alike], _picking(alike)) for alike in groups.values()]
 
 
 def _picking(indices: Sequence[int]) -> Pick:
@@ -142,6 +170,23 @@ def _picking(indices: Sequence[int]) -> Pick:
         found: Pick = operator.itemgetter(*indices)
         return found
     return lambda items: tuple([items[i] for i in indices])
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the memory of tensors begins and ends, in ascending order."""
+    edges = [0, 0]
+    for low, high in sorted(map(_range, tensors)):
+        if low <= edges[-1]:
+            edges[-1] = max(edges[-1], high)
+        else:
+            edges += [low, high]
+    return edges[2:]
+
+
+def _meet(edges: Sequence[int], low: int, high: int) -> bool:
+    """Whether bytes from one address to another lie between edges."""
+    before = bisect_right(edges, low)
+    return before % 2 == 1 or before != bisect_left(edges, high)
 
 
 def _dense(t: Tensor) -> bool:
@@ -156,98 +201,87 @@ def _range(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + reach * t.itemsize
 
 
-@dataclass
-class _Recipe:
-    """What to do with the fields of objects of one class that are built alike.
-
-    Attributes:
-        stamp: of registrations and graphs, when it was made.
-        kinds: by path; of a container or object that is bound as one there is no more.
-        built: tells whether another object is built like the one that this was made for.
-        equal, copies, values: what is compared, copied and rebound, of what an object holds.
-        copied, rebound: paths of the latter two, of the last with its last step apart.
-        new: paths that were rebound before, and are copied now.
-        places: of captured objects, by id, for as long as they live.
-    """
-
-    stamp: tuple[int, int]
-    kinds: Mapping[str, Kind]
-    built: schema.Built
-    equal: Pick
-    copies: Pick
-    values: Pick
-    copied: Mapping[str, Steps]
-    rebound: Sequence[tuple[Steps, schema.Step]]
-    new: Sequence[Steps]
-    places: dict[int, _Place] = field(default_factory=dict)
-
-    def holds_for(self, place: _Place, captured: object) -> bool:
-        """Whether nothing has changed since the last refresh of an object."""
-        if self.stamp != registration.stamp():
-            return False
-        try:
-            now = self.built.at(captured)
-        except (AttributeError, LookupError, TypeError):  # it is not even built alike
-            return False
-        return all(map(operator.is_, now, place.values))
-
-
 _REBOUND: tuple[Kind, ...] = ("REBIND", "FOLLOWS")
 _recipes: dict[type, _Recipe] = {}
+_places: dict[int, _Place] = {}  # by id of what was captured, for as long as it lives
 
 
-def _looked_at(captured: object, live: object) -> tuple[_Recipe, _Place]:
-    """How objects of a class are refreshed, and where the copies of this one go."""
-    cls = type(captured)
-    recipe = _recipes.get(cls)
-    if recipe is None or recipe.stamp != registration.stamp() or recipe.built.of(captured) is None:
+def _looked_at(captured: object, live: object) -> _Place:
+    """How an object is refreshed, and where its copies go."""
+    key, cls = id(captured), type(captured)
+    recipe, place = _recipes.get(cls), _places.get(key)
+    if recipe is None or not _is_for(recipe, captured):
         recipe = _recipes[cls] = _made_for(captured, recipe)
-    if recipe.new and id(captured) not in recipe.places:
+    if recipe.new and (place is None or place.recipe is not recipe):
         refuse_if_unlike(captured, live, recipe.kinds)
         for steps in recipe.new:  # it may hold what an earlier object brought along
             schema.put(captured, steps, schema.at(live, steps).clone())
-    values = recipe.built.at(captured)
-    place = _Place(values, recipe.equal(values), recipe.copies(values))
-    places, key = recipe.places, id(captured)
-    if key not in places and not _dies_with(captured, places, key):
-        return recipe, place  # it might be another object's next time
-    places[key] = place
-    return recipe, place
+    found = _Place(recipe, captured)
+    if place is not None or _dies_with(captured, key):
+        _places[key] = found  # else it might be another object's next time
+    return found
 
 
-def _dies_with(captured: object, places: dict[int, _Place], key: int) -> bool:
+def _is_for(recipe: _Recipe, captured: object) -> bool:
+    held = recipe.built.of(captured) if recipe.stamp == registration.stamp() else None
+    return held is not None and None not in _geometry(held[recipe.copies])
+
+
+def _dies_with(captured: object, key: int) -> bool:
     """Lets a place go when its object does; False for one that nobody can watch."""
     try:
-        weakref.finalize(captured, places.pop, key, None).atexit = False
+        weakref.finalize(captured, _places.pop, key, None).atexit = False
     except TypeError:  # slots without __weakref__
         return False
     return True
 
 
+def _checked(place: _Place, captured: object, live: object) -> tuple[Any, ...]:
+    """What a live object holds that is not like the last one, if it fits.
+
+    Raises:
+        BindingError: it does not.
+    """
+    recipe = place.recipe
+    values = recipe.built.of(live)
+    if (
+        values is None
+        or values[recipe.equal] != place.equal
+        or _geometry(values[recipe.copies]) != place.geometry
+    ):
+        refuse_if_unlike(captured, live, recipe.kinds)
+        values = recipe.built.at(live)
+    if not place.like(*values[recipe.copies]):
+        place.learn(values[recipe.copies])
+    return values
+
+
 def _made_for(captured: object, before: _Recipe | None) -> _Recipe:
     kinds, steps = _kinds(captured)
     rebound_before = before.kinds if before is not None else {}
-    places = []
-    for way, _, _ in schema.walked(captured):
-        path = schema.text_of(way)
-        if path and (path in kinds or not any(schema.within(path, whole) for whole in kinds)):
-            places.append(way)
-    index = {schema.text_of(way): i for i, way in enumerate(places)}
     copied = {
         path: steps[path]
         for path, kind in kinds.items()
         if kind == "COPY" and schema.at(captured, steps[path]) is not None
     }
-    rebound = [path for path, kind in kinds.items() if kind in _REBOUND]
+    equal = [steps[path] for path, kind in kinds.items() if kind == "EQUAL"]
+    rebound = [steps[path] for path, kind in kinds.items() if kind in _REBOUND]
+    kept = [*copied.values(), *equal]
+    for way, _, _ in schema.walked(captured):
+        path = schema.text_of(way)
+        inside = path not in kinds and any(schema.within(path, whole) for whole in kinds)
+        if way and not inside and way not in kept + rebound:
+            kept.append(way)
+    n = len(copied)
     return _Recipe(
         registration.stamp(),
         kinds,
-        schema.Built(captured, places),
-        _picking([index[path] for path, kind in kinds.items() if kind == "EQUAL"]),
-        _picking([index[path] for path in copied]),
-        _picking([index[path] for path in rebound]),
+        schema.Built(captured, kept + rebound, n),
+        slice(n),
+        slice(n, n + len(equal)),
+        slice(len(kept), None),
         copied,
-        [(steps[path][:-1], steps[path][-1]) for path in rebound],
+        [(way[:-1], way[-1].setter, way[-1].key) for way in rebound],
         [s for path, s in copied.items() if rebound_before.get(path) == "REBIND"],
     )
 
@@ -315,7 +349,9 @@ def _unknown(cls: type, path: str, found: str) -> BindingError:
     )
 
 
-def _pairs_over_shared_memory(recipe: _Recipe, captured: object, live: object) -> Pairs:
+def _over_shared_memory(
+    recipe: _Recipe, captured: object, live: object
+) -> tuple[Alike, tuple[Tensor, ...]]:
     """What to copy where some of the memory is one: no source is overwritten before it is read.
 
     Raises:
@@ -330,23 +366,20 @@ def _pairs_over_shared_memory(recipe: _Recipe, captured: object, live: object) -
             fix = "Capture an object in which it is contiguous."
             raise unlike(cls, path, "an address for each element", "expanded dims", fix)
         for other, t2, s2 in kept:
-            if _meet(t, t2) and not _alike(t, t2, s, s2):
+            if _meet(_edges([t2]), *_range(t)) and not _alike(t, t2, s, s2):
                 fix = f"Let both lie in one tensor, or capture an object in which {path} does not."
                 raise unlike(cls, path, f"memory shared with {other}, as captured", "others", fix)
         kept.append((path, t, s))
     pairs = [(t, s) for _, t, s in kept if t.numel() and _lies(t) != _lies(s)]
-    place = _Place((), (), [t for t, _ in pairs])
-    sources = [s.clone() if place.meets(s) else s for _, s in pairs]
-    return [(targets, pick(sources)) for targets, pick in place.alike]
+    targets = [t for t, _ in pairs]
+    edges = _edges(targets)
+    return _by_launch(targets), tuple(
+        [s.clone() if _meet(edges, *_range(s)) else s for _, s in pairs]
+    )
 
 
 def _lies(t: Tensor) -> tuple[object, ...]:
     return t.data_ptr(), t.shape, t.stride()
-
-
-def _meet(a: Tensor, b: Tensor) -> bool:
-    (low, high), (low2, high2) = _range(a), _range(b)
-    return low < high2 and low2 < high
 
 
 def _alike(a: Tensor, b: Tensor, source: Tensor, source2: Tensor) -> bool:

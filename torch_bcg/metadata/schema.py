@@ -23,6 +23,7 @@ from torch_bcg.errors import BindingError
 
 T = TypeVar("T")
 Getter = Callable[[Any], tuple[Any, ...]]
+Setter = Callable[[Any, Any, Any], None]
 # What is a value rather than an object: it can be compared, and shown.
 Numbers = (bool, int, float, str, enum.Enum, torch.dtype, torch.device)
 
@@ -43,10 +44,12 @@ class Step:
 
     def put(self, x: Any, value: object) -> None:
         """Binds what ``x`` holds there, which is no tuple."""
-        if self.attribute:
-            object.__setattr__(x, self.key, value)
-        else:
-            x[self.key] = value
+        self.setter(x, self.key, value)
+
+    @property
+    def setter(self) -> Setter:
+        """What binds it, given ``x``, the key and a value."""
+        return object.__setattr__ if self.attribute else operator.setitem
 
     def held(self, x: Any) -> Any:
         """The same, or None where there is nothing any more."""
@@ -138,15 +141,20 @@ class Built:
 
     Args:
         x: an object.
-        places: in it, outer ones first; more is asked of what a container holds.
+        places: in it; more is asked of what a container holds.
+        free: at how many of the first places there may be anything.
     """
 
-    def __init__(self, x: object, places: Sequence[Steps]) -> None:
+    def __init__(self, x: object, places: Sequence[Steps], free: int = 0) -> None:
         self.at = getter_of(places)
         held = self.at(x)
-        self.types = [type(x), *map(type, held)]
-        self.containers = [i for i, v in enumerate(held) if isinstance(v, (list, tuple, dict))]
-        self.contents = [_contents(held[i]) for i in self.containers]
+        self.type, self.free = type(x), free
+        self.types = [*map(type, held[free:])]
+        self.contents = [
+            (i, _contents(v))
+            for i, v in enumerate(held)
+            if i >= free and isinstance(v, (list, tuple, dict))
+        ]
 
     def of(self, x: object) -> tuple[Any, ...] | None:
         """What another object holds at the places; None if it is not built alike."""
@@ -154,9 +162,9 @@ class Built:
             held = self.at(x)
         except (AttributeError, LookupError, TypeError):  # it has no such place
             return None
-        if [type(x), *map(type, held)] != self.types:
+        if type(x) is not self.type or [*map(type, held[self.free :])] != self.types:
             return None
-        for i, contents in zip(self.containers, self.contents, strict=True):
+        for i, contents in self.contents:
             if _contents(held[i]) != contents:
                 return None
         return held
