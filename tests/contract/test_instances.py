@@ -52,6 +52,42 @@ def test_six_instances_of_one_class_in_turn(device):
     assert (later.captures, later.replays, later.num_eager) == (0, 24, 0)
 
 
+class OfOneWeight(nn.Module):
+    """A state of its own, beside a weight that others have as well."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("state", torch.zeros(4, 6, device=linear.weight.device))
+
+    def forward(self, x):
+        self.state += self.linear(x)
+        return plus_one(self.state)
+
+
+def test_instances_that_share_weights_in_turn(device):
+    """Two engines over one model: neither's state has moved when the other one is called."""
+    linear = nn.Linear(6, 6, device=device)
+    pairs = [(OfOneWeight(linear), OfOneWeight(linear)) for _ in range(3)]
+    compiled = [
+        torch.compile(one, backend="bcg", options={"on_moved": "error"}) for one, _ in pairs
+    ]
+
+    def one_round():
+        with torch.no_grad():
+            for (_, twin), one in zip(pairs, compiled, strict=True):
+                x = rows(device)
+                assert_same(one(x), twin(x))
+
+    with counted() as first:
+        one_round()
+    assert first.captures == 3
+    with counted() as later:
+        for _ in range(4):
+            one_round()
+    assert (later.captures, later.replays, later.num_eager) == (0, 12, 0)
+
+
 def test_the_layers_of_one_model(device):
     model = nn.Sequential(*(Block(device) for _ in range(5)))
     check(model, lambda i: (rows(device),))

@@ -93,6 +93,7 @@ class Programs:
         for program in self.list:
             program.free()
         self.list.clear()
+        self.departed = None
 
 
 def _died(programs: weakref.ref[Programs], program: weakref.ref[Program], _: object) -> None:

@@ -76,14 +76,18 @@ class Statics:
     def moved(self, args: Sequence[Any]) -> list[str]:
         """Names of tensors that ``args`` has elsewhere, if it shares any tensor with this set.
 
-        A set with nothing in common is another module's, not this one's moved.
+        A set with nothing in common is another module's, not this one's moved; so is a tensor that
+        is still there beside the one in its place, of a module that shares others with this one.
         """
         old = [ref() for ref in self.objects]
         new = [args[i] for i in self.places]
         if not any(a is b for a, b in zip(old, new, strict=True)):
             return []
-        addresses = [memory.addresses(t) for t in new]
-        return [n for n, a, b in zip(self.names, self.found_at, addresses, strict=True) if a != b]
+        return [
+            name
+            for name, a, b, found_at in zip(self.names, old, new, self.found_at, strict=True)
+            if (a is None or a is b) and memory.addresses(b) != found_at
+        ]
 
 
 @dataclass(slots=True)
