@@ -25,14 +25,15 @@ def read_readme() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-# The demo builds a small DeepSeek-V4 from its configuration: transformers has the model from 5.17
-# on (numpy is only its dependency, but torch warns at import without it). rich draws the tables and
-# the progress bar.
+# `demo --model hf-deepseek-v4` builds one of transformers, which has it from 5.17 on (numpy is only
+# its dependency, but torch warns at import without it). rich draws tables and the progress bar.
 DEMO = ["transformers>=5.17", "numpy", "rich>=13"]
 # pytest 9: `faulthandler_exit_on_timeout` and `strict` options used in pyproject.toml.
 # expecttest keeps the text of explain() and of the dumps in the tests; hypothesis draws the random
-# graphs that partition and plan are tried with.
-TEST = [*DEMO, "pytest>=9", "expecttest>=0.3", "hypothesis>=6.100"]
+# graphs that partition and plan are tried with; triton's interpreter runs the kernels of dsv4
+# without a GPU (torch for a GPU brings its own).
+TRITON = "triton>=3.6; platform_system == 'Linux'"
+TEST = [*DEMO, "pytest>=9", "expecttest>=0.3", "hypothesis>=6.100", TRITON]
 BENCH = ["matplotlib>=3.8"]  # plots made from the JSON results
 DEV = ["ruff>=0.15", "mypy>=1.18"]
 

@@ -1,6 +1,5 @@
 """The benchmarks run, refuse to report what is wrong, and say where they ran. No test is of time."""
 
-import collections
 import importlib
 import json
 import types
@@ -155,27 +154,176 @@ def test_profile_zoo_says_that_it_needs_a_gpu(module, capsys):
     assert "this counts launches on a GPU, and torch sees none here" in capsys.readouterr().err
 
 
-def test_profile_zoo_counts_replayed_calls_only(module, monkeypatch):
-    """The GPU's part is played by a stand-in; the rest runs as it is."""
+def operator(number, name, begin, end, thread=1):
+    times = {"ts": begin, "dur": end - begin, "pid": 7, "tid": thread}
+    return {"ph": "X", "cat": "cpu_op", "name": name, "args": {"External id": number}, **times}
+
+
+def launch(correlation, inner=None, name="cudaLaunchKernel", **more):
+    named = {} if inner is None else {"External id": inner}
+    return {**event("cuda_runtime", name, correlation, **named), "pid": 7, **more}
+
+
+def kernels(*correlations, **more):
+    return [event("kernel", "k", c, **more) for c in correlations]
+
+
+COMPOSITE = {"aten::to", "aten::einsum"}.__contains__
+
+
+def test_an_operation_is_the_outermost_operator_that_launched_kernels(module):
+    operations = module("profile_zoo").operations
+    events = [
+        {"ph": "M", "name": "process_name"},
+        operator(1, "Torch-Compiled Region: 0/1", 0, 900),
+        operator(3, "aten::sort", 110, 150),
+        operator(2, "zoo::experts", 100, 200),  # one operation, whatever it calls
+        operator(4, "aten::mm", 160, 190),
+        operator(5, "zoo::experts", 200, 300),  # another call of it
+        operator(6, "aten::mm", 210, 220),
+        operator(7, "aten::to", 300, 400),  # never dispatched: what it is made of is
+        operator(8, "aten::_to_copy", 310, 390),
+        operator(9, "aten::copy_", 320, 380),
+        operator(10, "aten::einsum", 400, 500),
+        operator(11, "aten::bmm", 410, 420),
+        operator(12, "aten::bmm", 430, 440),
+        operator(13, "aten::view", 500, 510),
+        operator(14, "aten::clone", 520, 530),  # a copy, no kernel
+        operator(15, "aten::mul", 100, 200, thread=2),  # at the same time, but not in experts
+        *(launch(c, i) for c, i in {21: 3, 22: 3, 23: 4, 24: 6, 25: 9, 26: 11, 27: 12}.items()),
+        launch(28, 2),
+        launch(29, 14, "cudaMemcpyAsync"),
+        launch(30, 15),
+        *kernels(21, 22, 23, 24, 25, 26, 27, 28, 28, 30),
+        event("gpu_memcpy", "Memcpy DtoD", 29),
+        launch(40, 1, "cudaGraphLaunch"),
+        *kernels(40, 40, 40),
+        *kernels(99, **{"graph node id": 5}),
+    ]
+    assert operations(events, COMPOSITE) == {
+        "zoo::experts": 2,
+        "aten::_to_copy": 1,
+        "aten::bmm": 2,
+        "aten::mul": 1,
+    }
+    assert operations(events, lambda name: False) == {
+        "zoo::experts": 2,
+        "aten::to": 1,
+        "aten::einsum": 1,
+        "aten::mul": 1,
+    }
+
+
+def test_an_operation_is_found_by_time_where_a_launch_names_none(module):
+    events = [
+        operator(1, "zoo::experts", 100, 200),
+        operator(2, "aten::mm", 110, 120),
+        operator(3, "aten::mul", 100, 200, thread=2),
+        launch(21, ts=115, tid=1),
+        launch(22, 77, ts=150, tid=1),
+        launch(23, ts=200, tid=1),
+        *kernels(21, 22, 23),
+    ]
+    found = module("profile_zoo").operations(events, COMPOSITE)
+    assert found == {"zoo::experts": 1, "no operator": 1}
+
+
+def test_an_operation_is_never_lost_without_a_word(module):
+    events = [
+        operator(1, "Torch-Compiled Region: 0/1", 0, 100),
+        operator(2, "aten::einsum", 10, 20),  # composite all the way: the outermost
+        operator(3, "aten::to", 12, 18),
+        launch(21, 3),
+        launch(22, 1),
+        *kernels(21, 22, 22, 50, 50),  # of 50 there is no launch
+    ]
+    found = module("profile_zoo").operations(events, COMPOSITE)
+    assert found == {"aten::einsum": 1, "no operator": 3}
+
+
+def test_composite_operators_are_told_from_dispatched_ones(module):
+    composite = module("profile_zoo").composite
+    assert all(map(composite, ("aten::to", "aten::einsum", "aten::scaled_dot_product_attention")))
+    others = ("aten::mm", "aten::_to_copy", "aten::empty", "no_such::operator", "aten::no_such")
+    assert not any(map(composite, others))
+
+
+def test_operators_of_a_real_trace_are_found(module, tmp_path):
+    """Kernels are made up, one for each innermost operator; operators and their nesting are not."""
+    profile = module("profile_zoo")
+    x = torch.ones(4, 4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+        torch.einsum("ij,jk->ik", x, x).to(torch.float64).add_(1)
+    watched.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    inner = [e for e in events if e.get("name") in ("aten::bmm", "aten::copy_", "aten::add_")]
+    numbers = [e["args"]["External id"] for e in inner]
+    made = [e for n in numbers for e in (launch(n, n), *kernels(n))]
+    found = profile.operations([*events, *made])
+    assert found == {"aten::bmm": 1, "aten::_to_copy": 1, "aten::add_": 1}
+
+
+@pytest.fixture
+def looked_at(module, monkeypatch):
+    """A model at three lengths. The GPU's part is played by a stand-in; the rest runs as it is."""
     zoo = types.SimpleNamespace(
         MODELS={"tiny": ("", "", {}, "")},
         inputs=lambda kind, length, device: (torch.randn(length, 4),),
         tensors=lambda result: [result],
     )
-    profile, watch = module("profile_zoo"), module("watch")
+    profile = module("profile_zoo")
+    replay = [
+        launch(1, name="cudaGraphLaunch"),
+        *kernels(1, 1, 1),
+        operator(2, "zoo::experts", 0, 10),
+        *(e for c in range(10, 17) for e in (launch(c, 2), *kernels(c))),
+        *(e for c in (20, 21) for e in (launch(c), event("gpu_memcpy", "Memcpy", c))),
+    ]
+    off = [
+        *(operator(n, "zoo::experts", n, n + 1) for n in range(40)),
+        *(e for n in range(40) for e in (launch(n, n), *kernels(n))),
+        *kernels(99),  # of nobody's: in no total
+    ]
 
     def stand_in(call):
+        before = torch_bcg.stats().replays
         call()
-        return watch.Launches(collections.Counter(graph=3), collections.Counter(direct=2), 1)
+        return replay if torch_bcg.stats().replays > before else off
 
-    monkeypatch.setattr(profile, "launches", stand_in)
+    monkeypatch.setattr(profile, "traced", stand_in)
     monkeypatch.setattr(profile, "build", lambda zoo, name: torch.nn.Linear(4, 4))
     with torch.no_grad():
-        row = profile.look(zoo, "tiny", [3, 5, 7])
+        return profile.look(zoo, "tiny", [3, 5, 7])
+
+
+def test_profile_zoo_counts_replayed_calls_only(module, looked_at):
+    row = looked_at
     assert (row.note, row.graph, row.direct_copies, row.launches) == ("", 9, 6, 3)
     assert row.recorded == row.kernels > 0
-    assert row.enough
-    assert "tiny" in profile.text([row])
+    assert "tiny" in module("profile_zoo").text([row])
+
+
+def test_profile_zoo_counts_operations_beside_launches(module, looked_at):
+    profile, row = module("profile_zoo"), looked_at
+    assert (row.graph, row.direct, row.profiled) == (9, 21, 0.3)
+    assert row.direct_operators == {"zoo::experts": 3}
+    assert (row.operations, row.direct_operations, row.operated) == (120, 3, 0.975)
+    assert [row.enough(c) for c in ("profiler", "operations", "stats")] == [False, True, True]
+    broken = profile.Row("broken", graph=1, operations=1, recorded=1, kernels=1, note="raised")
+    assert profile.verdict([row, broken]) == (
+        "of 2 models at least 95% is recorded in 0 by launches, 1 by operations, 1 by stats()"
+    )
+    written = [json.loads(json.dumps(vars(r))) for r in profile.records([row], {"lengths": [3]})]
+    assert {r["params"]["count"]: r["p50"] for r in written} == row.shares
+    for record in written:
+        assert record["params"]["direct_operators"] == {"zoo::experts": 3}
+        assert (record["params"]["operations"], record["params"]["direct_operations"]) == (120, 3)
+
+
+def test_profile_zoo_gives_no_share_where_operations_are_unknown(module):
+    row = module("profile_zoo").Row("x", operations=2, direct_operators={"no operator": 5})
+    assert row.operated == 0
+    assert module("profile_zoo").Row("x").operated == 0
 
 
 @pytest.mark.cuda
@@ -477,3 +625,189 @@ def test_refresh_is_judged_by_time_and_launches(module):
     assert [c["met"] for c in judge(p50, {"refresh": 2}, claimed=True)] == [False, True]
     assert [c["met"] for c in judge(p50, {"refresh": 3}, claimed=True)] == [False, False]
     assert len(judge(p50, {"refresh": None}, claimed=True)) == 1
+
+
+def test_dsv4_metadata_is_timed_warm_and_cold(module, tmp_path, capsys):
+    bench = module("bench_dsv4_metadata")
+    assert bench.main(["--device", "cpu", "--repeats", "3", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "dsv4_metadata.json").read_text())
+    found = {(r["params"]["kind"], r["variant"], r["params"]["time"]) for r in written["records"]}
+    ways = (("create", "host"), ("torch", "host"), ("create", "cold"))
+    assert found == {(kind, *way) for kind in ("mixed", "many") for way in ways}
+    assert written["claims"] == []  # they are about the kernel
+    assert "cold" in capsys.readouterr().out
+
+
+def test_refuses_wrong_dsv4_metadata(module, monkeypatch, tmp_path, capsys):
+    bench = module("bench_dsv4_metadata")
+    create = bench.DSV4Metadata.create
+
+    def wrong(batch, layout, rows, out):
+        create(batch, layout, rows, out)
+        out.core_attn_metadata.swa_page_indices[-1, -1] += 1
+
+    monkeypatch.setattr(bench.DSV4Metadata, "create", wrong)
+    assert bench.main(["--device", "cpu", "--repeats", "2", "--out", str(tmp_path)]) == 1
+    assert "create is wrong: core_attn_metadata.swa_page_indices" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_dsv4_metadata_judges_no_cold_call(module):
+    bench = module("bench_dsv4_metadata")
+
+    def record(variant, time, us):
+        params = {"kind": "mixed", "time": time, "bytes": 43_000_000, "launches": 1}
+        return bench.Record.of("dsv4_metadata", variant, "us", [us], **params)
+
+    records = [record("kernel", "host", 40.0), record("kernel", "cold", 90.0),
+               record("kernel", "device", 30.5), record("torch", "host", 4000.0)]  # fmt: skip
+    found = [(c["claim"], c["value"], c["met"]) for c in bench.judge(records, claimed=True)]
+    assert found == [
+        ("mixed: host, us", 40.0, True),
+        ("mixed: launches", 1, True),
+        ("mixed: device, us", 30.5, False),
+    ]
+
+
+def test_sparse_attention_is_timed_beside_ceilings(module, tmp_path, capsys):
+    bench = module("bench_sparse_attention")
+    given = ["--device", "cpu", "--rows", "4", "--repeats", "2", "--out", str(tmp_path)]
+    assert bench.main(given) == 0
+    written = json.loads((tmp_path / "sparse_attention.json").read_text())
+    found = [(r["variant"], r["params"]["time"]) for r in written["records"]]
+    assert found == [("product", "device"), ("copy", "device"),
+                     *((v, t) for v in ("window", "both") for t in ("device", "host"))]  # fmt: skip
+    assert all(r["params"]["error"] < 2e-2 for r in written["records"][2:])
+    (claim,) = written["claims"]
+    assert claim["met"] is None
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged on a CPU")
+
+
+def test_refuses_wrong_sparse_attention(module, monkeypatch, tmp_path, capsys):
+    bench = module("bench_sparse_attention")
+    monkeypatch.setattr(bench, "sparse_attention", lambda *args: args[-1].fill_(0.1))
+    given = ["--device", "cpu", "--rows", "4", "--repeats", "2", "--out", str(tmp_path)]
+    assert bench.main(given) == 1
+    assert "refused: window, 4 rows, is wrong: relative error" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_sparse_attention_judges_the_best_config_of_the_most_rows(module):
+    bench = module("bench_sparse_attention")
+
+    def record(variant, rows, rate):
+        params = {"rows": rows, "time": "device", "TFLOP/s": rate}
+        return bench.Record.of("sparse_attention", variant, "us", [1.0], **params)
+
+    records = [record("window", 64, 900.0), record("both", 16, 900.0),
+               record("both", 64, 100.0), record("both", 64, 250.0)]  # fmt: skip
+    (claim,) = bench.judge(records, 1000.0, claimed=True)
+    assert (claim["value"], claim["met"]) == (0.25, False)
+
+
+@pytest.fixture
+def stepping(module, monkeypatch):
+    """The benchmark of steps, with layers of two kinds only: less to compile."""
+    bench = module("bench_dsv4_steps")
+    tiny = bench.DSV4Config.tiny
+    smaller = types.SimpleNamespace(tiny=lambda **given: tiny(2, **given))
+    monkeypatch.setattr(bench, "DSV4Config", smaller)
+    monkeypatch.setattr(bench, "TINY", (256, 8, (16, 32)))
+    yield bench
+    torch._dynamo.reset()
+
+
+def test_dsv4_steps_are_compared(stepping, tmp_path, capsys):
+    given = ["--device", "cpu", "--steps", "5", "--out", str(tmp_path)]
+    assert stepping.main(given) == 0
+    written = json.loads((tmp_path / "dsv4_steps.json").read_text())
+    found = {r["variant"] for r in written["records"]}
+    assert found == {"replayed", "segments", "eager", "exact"}
+    assert sum(written["kinds"].values()) == written["replays"] == 5
+    assert all(c["met"] is None for c in written["claims"])
+    said = written["figures"]
+    assert said["differ"] == said["differ anywhere"] == 0
+    assert 0 < said["rms, all words"] < 1e-4
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged on a CPU")
+
+
+def ulp(lane, hidden):
+    return torch.nextafter(hidden, hidden + 1)
+
+
+def another_row(lane, hidden):
+    return hidden.roll(1, 0)
+
+
+def no_number(lane, hidden):
+    return hidden * float("nan")
+
+
+def entry(lane, hidden):
+    lane.pools.layers[1].entries[1] += 1
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("lane", "wrong", "says"),
+    [
+        ("segments", ulp, "refused: replayed is wrong: there are steps in which"),
+        ("segments", entry, "refused: replayed is wrong: there are pools that differ at the end"),
+        ("eager", no_number, "refused: eager is wrong"),
+        ("eager", another_row, "refused: eager is wrong"),
+    ],
+)
+def test_refuses_wrong_dsv4_steps(stepping, monkeypatch, tmp_path, capsys, lane, wrong, says):
+    """No lane compiles: what differs is found in any."""
+    made = stepping.lanes_of
+
+    def lanes_of(*args):
+        lanes = made(*args)
+        for name in ("replayed", "segments"):
+            engine = lanes[name].engine
+            body = type(lanes["eager"].engine.compiled)
+            engine.compiled, engine.backend = body(engine.model, engine.pools), None
+        step = lanes[lane].step
+
+        def changed(works):
+            hidden, ms = step(works)
+            return wrong(lanes[lane], hidden), ms
+
+        lanes[lane].step = changed
+        return lanes
+
+    monkeypatch.setattr(stepping, "lanes_of", lanes_of)
+    assert stepping.main(["--device", "cpu", "--steps", "3", "--out", str(tmp_path)]) == 1
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_dsv4_steps_judge_rows_that_are_ahead(stepping):
+    found = stepping.Found(replays=1)
+    eager = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.3, 0.5], [2.0, 0.0, 0.0]])
+    again = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.6, 0.5], [2.0, 0.0, 0.0]])
+    found.add(eager, again, eager + 0.1)
+    said = found.figures()
+    assert said["rms, all words"] == pytest.approx(0.1)
+    assert said["largest"] == pytest.approx(0.1)
+    assert said["judged"] == pytest.approx(2 / 3)  # 0.2 is less than 4 errors
+    assert (said["differ"], said["differ anywhere"]) == (0, 1)
+    met = [c["met"] for c in stepping.judge(found, 1, claimed=True)]
+    assert met == [True, False, True, True, True]
+    found.add(eager[:1], again[:1].flip(1).roll(1, 1), eager[:1] + 0.1)
+    assert found.figures()["differ"] == 1
+    found.unequal, found.pools = 1, ["layers.0.swa"]
+    assert not any(c["met"] for c in stepping.judge(found, 2, claimed=True))
+
+
+def test_dsv4_steps_are_of_every_kind(module):
+    steps = module("steps")
+    request = steps.Request(range(9), 6)
+
+    def kind(*spans):
+        return steps.kind_of([steps.Work(request, *span) for span in spans])
+
+    assert kind((0, 3), (0, 6)) == "prefill"
+    assert kind((0, 3), (3, 6)) == "chunked"
+    assert kind((0, 3), (6, 7)) == "mixed"
+    assert kind((6, 7), (8, 9)) == "decode"

@@ -38,6 +38,8 @@ LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 LOCAL_IMPORTS = {
     ("commands/tables.py", "rich"): "an optional extra: --json and doctor do without it",
     ("warm_up.py", "rich"): "an optional extra: without it warming up logs instead",
+    ("dsv4/compressor.py", "torch_bcg"): "its kernels import Triton, which only a GPU needs",
+    ("dsv4/indexer.py", "torch_bcg"): "its kernels import Triton, which only a GPU needs",
 }
 CUDA = {
     "runtime/": "recorders and pools are the code for CUDA",
@@ -58,8 +60,11 @@ PHRASES = {
 }
 
 
-# Words of PyTorch that one module has to use for what they name there.
-WORDS = {("graph/inline.py", "region"): "torch.compiler.nested_compile_region"}
+# Words of others that one module has to use for what they name there.
+WORDS = {
+    ("graph/inline.py", "region"): "torch.compiler.nested_compile_region",
+    ("dsv4/requests.py", "chunk"): "chunked prefill, as every engine calls it",
+}
 
 
 def modules():

@@ -12,6 +12,7 @@ import torch
 
 import test_footguns
 import torch_bcg
+from dsv4 import hf_models
 from torch_bcg.metadata import registration
 from torch_bcg.options import Options
 
@@ -104,6 +105,15 @@ def test_the_binding_of_somebodys_own_metadata_runs():
     torch_bcg.metadata.refresh(captured, live)
     assert torch.equal(captured.slots, live.slots)
     registration.REGISTERED[cls].remove()
+
+
+def test_requests_of_a_converted_model_run():
+    (shown,) = [b for b in blocks("python") if "run_requests" in b]
+    names = {"hf_model": hf_models.model("short windows"), "prompts": hf_models.prompts((6, 9))}
+    exec(compile(shown, "README.md", "exec"), names)
+    expected = hf_models.logits("short windows", (6, 9))
+    for mine, want in zip(names["logits"], expected, strict=True):
+        torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
 
 
 def test_the_anchors_are_there():

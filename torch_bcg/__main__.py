@@ -7,6 +7,7 @@ Only arguments, exit codes and what is printed are decided here; each subcommand
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from torch_bcg import __version__
 from torch_bcg.commands import MisuseError, demo, doctor, explain, tables
+from torch_bcg.commands.cases import BUILT_IN
 from torch_bcg.commands.models import MODELS
 from torch_bcg.commands.results import Asked
 from torch_bcg.errors import BCGError
@@ -77,9 +79,21 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     about = "compile a small random model, compare every call with eager, show plan and times"
     parser = commands.add_parser("demo", help=about, description=about)
-    parser.add_argument("--model", choices=sorted(MODELS), default="deepseek_v4")
+    parser.add_argument(
+        "--model",
+        choices=(BUILT_IN, *sorted(MODELS)),
+        default=BUILT_IN,
+        help="%(default)s is built in and runs mixed steps; the others are those of transformers",
+    )
     parser.add_argument("--layers", type=_positive, default=4, metavar="N")
-    parser.add_argument("--lengths", type=_length, nargs="+", default=[16, 48, 96], metavar="L")
+    parser.add_argument(
+        "--lengths",
+        type=_length,
+        nargs="+",
+        default=[16, 48, 96],
+        metavar="L",
+        help="most tokens of a step, or the tokens of a call, in turn",
+    )
     parser.add_argument("--calls", type=_calls, default=8, metavar="N", help="calls a length")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
     parser.add_argument("--seed", type=int, default=0)
@@ -115,6 +129,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise MisuseError("--device cuda: torch finds no GPU here; python -m torch_bcg doctor.")
+    if not arguments.json and importlib.util.find_spec("rich") is None:
+        raise MisuseError("The table needs rich: pip install '.[demo]', or --json.")
     asked = Asked(
         model=arguments.model,
         layers=arguments.layers,

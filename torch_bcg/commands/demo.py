@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import torch_bcg
-from torch_bcg.commands.models import VOCABULARY, build
+from torch_bcg.commands.cases import Call, Thunk, case_of
 from torch_bcg.commands.results import TOLERANCE, Asked, Result, Row
 from torch_bcg.commands.tables import bar
 from torch_bcg.counters import counters, stats
@@ -33,72 +34,83 @@ def run(asked: Asked, progress: bool = False) -> Result:
     Raises:
         MisuseError: the model cannot be built here.
     """
-    model, attention = build(asked.model, asked.layers, asked.device, asked.seed)
-    options: dict[str, Any] = {"mark": [attention]}
-    compiled = torch.compile(model, backend="bcg", options=options)
+    case = case_of(asked)
     counters.clear()  # the process is ours: what is counted is what this demo did
     dump = torch_bcg.dump_to(asked.dump) if asked.dump else contextlib.nullcontext()
+    found: dict[int, list[_Compared]] = {}
+    kinds: Counter[str] = Counter()
+    first_ms: float | None = None
     total = len(asked.lengths) * asked.calls
     with torch.inference_mode(), dump, bar(total, progress) as advance:
-        rows = tuple(_row(length, asked, model, compiled, advance) for length in asked.lengths)
-    plans = tuple(g.plan for g in sorted(graphs_of(compiled), key=lambda g: g.number))
-    return Result(asked, attention.__name__, plans, rows, stats())
-
-
-def _row(
-    length: int,
-    asked: Asked,
-    model: Callable[..., Any],
-    compiled: Callable[..., Any],
-    advance: Callable[[], None],
-) -> Row:
-    eager_ms: list[float] = []
-    replayed_ms: list[float] = []
-    taken_ms: list[float] = []
-    differences: list[float] = []
-    close = bitwise = True
-    for _ in range(asked.calls):
-        ids = _ids(length, asked.device)
-        before = counters.replays
-        expected, eager = _timed(model, ids)
-        found, taken = _timed(compiled, ids)
-        if counters.replays > before:
-            eager_ms.append(eager)
-            replayed_ms.append(taken)
-        taken_ms.append(taken)
-        differences.append((found - expected).abs().max().item())
-        close = close and torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
-        bitwise = bitwise and torch.equal(found, expected)
-        advance()
-    return Row(
-        length,
-        asked.calls,
-        len(replayed_ms),
-        taken_ms[0],
-        statistics.median(eager_ms) if eager_ms else None,
-        statistics.median(replayed_ms) if replayed_ms else None,
-        max(differences),
-        close,
-        bitwise,
+        for call in case.calls:
+            compared = _compared(call, asked.device)
+            first_ms = compared.taken_ms if first_ms is None else first_ms
+            found.setdefault(call.size, []).append(compared)
+            kinds.update([call.kind] if call.kind else [])
+            advance()
+    return Result(
+        asked=asked,
+        title=case.title,
+        marked=case.marked,
+        sizes=case.sizes,
+        kinds=kinds,
+        first_ms=first_ms or 0.0,
+        plans=tuple(g.plan for g in sorted(graphs_of(case.compiled), key=lambda g: g.number)),
+        rows=tuple(_row(size, found[size]) for size in sorted(found)),
+        counted=stats(),
     )
 
 
-def _timed(fn: Callable[..., Any], ids: Tensor) -> tuple[Tensor, float]:
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """One call, eager and compiled."""
+
+    eager_ms: float
+    taken_ms: float
+    replayed: bool
+    difference: float
+    close: bool
+    bitwise: bool
+
+
+def _compared(call: Call, device: str) -> _Compared:
+    before = counters.replays
+    expected, eager_ms = _timed(call.eager, device)
+    found, taken_ms = _timed(call.compiled, device)
+    return _Compared(
+        eager_ms,
+        taken_ms,
+        counters.replays > before,
+        (found - expected).abs().max().item(),
+        torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE),
+        torch.equal(found, expected),
+    )
+
+
+def _row(size: int, found: Sequence[_Compared]) -> Row:
+    replayed = [c for c in found if c.replayed]
+    return Row(
+        size,
+        len(found),
+        len(replayed),
+        found[0].taken_ms,
+        statistics.median(c.eager_ms for c in replayed) if replayed else None,
+        statistics.median(c.taken_ms for c in replayed) if replayed else None,
+        max(c.difference for c in found),
+        all(c.close for c in found),
+        all(c.bitwise for c in found),
+    )
+
+
+def _timed(call: Thunk, device: str) -> tuple[Tensor, float]:
     """Logits, and milliseconds from call to the end of the device's work."""
-    _wait(ids.device)
+    _wait(device)
     started = time.perf_counter()
-    logits = fn(ids).logits
-    _wait(ids.device)
+    logits = call()
+    _wait(device)
     return logits, 1e3 * (time.perf_counter() - started)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _ids(length: int, device: str) -> Tensor:
-    ids = torch.randint(3, VOCABULARY, (1, length), device=device)
-    # One graph for all lengths from the first call on; only sizes are symbols then, and no number.
-    torch._dynamo.maybe_mark_dynamic(ids, 1)
-    return ids
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()

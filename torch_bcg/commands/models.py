@@ -45,7 +45,7 @@ class Sketch:
 MODELS: Mapping[str, Sketch] = {
     # 16 index heads: with few of them scores of the indexer tie at zero, and the top-k among equal
     # scores, so eager itself, may differ from call to call.
-    "deepseek_v4": Sketch(
+    "hf-deepseek-v4": Sketch(
         "DeepseekV4",
         "DeepseekV4Attention",
         {
@@ -105,8 +105,8 @@ def build(
     Raises:
         MisuseError: ``transformers`` is not installed, or is too old for this model.
     """
-    if any(importlib.util.find_spec(needed) is None for needed in ("transformers", "rich")):
-        raise MisuseError("The demo needs transformers and rich: pip install '.[demo]'")
+    if importlib.util.find_spec("transformers") is None:
+        raise MisuseError(f"--model {name} needs transformers: pip install '.[demo]'.")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     transformers = importlib.import_module("transformers")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from torch_bcg.commands.models import MODELS
 from torch_bcg.commands.results import Result
 from torch_bcg.graph.values import counted
 from torch_bcg.report.advice import causes
@@ -32,8 +31,8 @@ def show(result: Result) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     asked = result.asked
-    title = f"{MODELS[asked.model].name}, {counted(asked.layers, 'layer')}, random weights"
-    console.print(f"{title}, on {asked.device}; {result.marked} is marked", markup=False)
+    title = f"{result.title}: {counted(asked.layers, 'layer')}, random weights, on {asked.device}"
+    console.print(f"{title}\n{result.marked} is marked", markup=False)
     if asked.device == "cpu":
         console.print(
             "No GPU is used: the host recorder replays. Its times say nothing about CUDA graphs."
@@ -43,7 +42,7 @@ def show(result: Result) -> None:
         console.print(f"  {plan}", markup=False)
         for cause in causes(plan.reasons):
             console.print(f"    {len(cause.reasons)} x {cause.title}", markup=False)
-    table = Table("length", "calls", "replayed", "eager ms", "replayed ms", "difference")
+    table = Table(result.sizes, "calls", "replayed", "eager ms", "replayed ms", "difference")
     for column in table.columns:
         column.justify = "right"
     for row in result.rows:
@@ -52,9 +51,12 @@ def show(result: Result) -> None:
         table.add_row(str(row.length), str(row.calls), str(row.replays), *times, difference)
     console.print("\nmedian of the calls that were replayed; largest difference of all calls")
     console.print(table)
+    if result.kinds:
+        kinds = ", ".join(f"{result.kinds.get(k, 0)} {k}" for k in ("prefill", "mixed", "decode"))
+        console.print(f"steps: {kinds}")
     covered = result.counted.coverage
     console.print(
-        f"first call (compile, probe, capture): {result.rows[0].first_ms / 1e3:.1f} s\n"
+        f"first call (compile, probe, capture): {result.first_ms / 1e3:.1f} s\n"
         f"coverage: {covered.calls:.0%} of calls, {covered.kernels:.0%} of their kernels replayed"
     )
     if asked.dump:

@@ -1,0 +1,91 @@
+"""Chunked, mixed and whole runs give the logits of transformers, eagerly and replayed."""
+
+import copy
+
+import pytest
+import torch
+
+from dsv4 import hf_models
+from torch_bcg.dsv4 import convert_from_transformers, run_requests
+from torch_bcg.errors import BCGError
+from twin import counted
+
+CHUNKS = (1, 3, 4, 5, 20)
+BUCKETS = {"buckets": [4, 12, 20], "on_eager_call": "error"}
+
+
+def check(name, lengths, chunk_size, device, **given):
+    """Every logit of every prompt, to 1e-4."""
+    hf = copy.deepcopy(hf_models.model(name)).to(device)
+    model = convert_from_transformers(hf)
+    got = run_requests(model, hf_models.prompts(lengths), chunk_size=chunk_size, **given)
+    for mine, want in zip(got, hf_models.logits(name, lengths), strict=True):
+        assert mine.dtype is torch.float32
+        torch.testing.assert_close(mine.cpu(), want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_size", [*CHUNKS, 10_000])
+@pytest.mark.parametrize("name", ["published ratios", "short windows"])
+def test_eager(device, name, chunk_size):
+    check(name, hf_models.FEW, chunk_size, device)
+
+
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_every_configuration(device, name):
+    check(name, hf_models.FEW, 20, device)
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+@pytest.mark.parametrize("name", ["published ratios", "short windows"])
+def test_replayed(device, name, chunk_size):
+    with counted() as counts:
+        check(name, hf_models.FEW, chunk_size, device, backend="bcg", options=BUCKETS)
+    assert counts.replays >= 10 or chunk_size == 20
+    assert counts.replays > 0
+    assert not counts.eager_calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", [*range(1, 21), 10_000])
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_every_boundary(device, name, chunk_size):
+    check(name, hf_models.LENGTHS, chunk_size, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk_size", range(1, 21))
+@pytest.mark.parametrize("name", hf_models.CONFIGS)
+def test_every_boundary_replayed(device, name, chunk_size):
+    check(name, hf_models.LENGTHS, chunk_size, device, backend="bcg", options=BUCKETS)
+
+
+def test_sizes_of_their_own(device):
+    """Without buckets each number of rows has its program."""
+    check("short windows", hf_models.FEW, 3, device, backend="bcg")
+
+
+def test_no_prompt():
+    assert run_requests(convert_from_transformers(hf_models.model("yarn")), [], chunk_size=3) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "chunk_size", "said"),
+    [
+        ([[1], []], 4, r"prompts\[1\] is empty"),
+        ([[1, 97]], 4, r"prompts\[0\].*out of range"),
+        ([[1]], 0, "chunk_size is 0"),
+    ],
+)
+def test_misuse_of_run_requests(prompts, chunk_size, said):
+    with pytest.raises(ValueError, match=said):
+        run_requests(
+            convert_from_transformers(hf_models.model("yarn")), prompts, chunk_size=chunk_size
+        )
+
+
+def test_an_activation_that_is_not_there():
+    hf = copy.deepcopy(hf_models.model("yarn"))
+    hf.config.hidden_act = "gelu"
+    with pytest.raises(BCGError, match="hidden_act") as e:
+        convert_from_transformers(hf)
+    assert "silu" in str(e.value)

@@ -1,0 +1,19 @@
+"""DeepSeek-V4 on the bcg backend: model, paged memory, metadata, and requests through them."""
+
+from torch_bcg.dsv4.configuration import DSV4Config
+from torch_bcg.dsv4.convert import convert_from_transformers
+from torch_bcg.dsv4.engine import Engine
+from torch_bcg.dsv4.metadata import DSV4AttnMetadata, DSV4Metadata, ExtendBatch
+from torch_bcg.dsv4.model import DeepseekV4
+from torch_bcg.dsv4.requests import run_requests
+
+__all__ = [
+    "DSV4AttnMetadata",
+    "DSV4Config",
+    "DSV4Metadata",
+    "DeepseekV4",
+    "Engine",
+    "ExtendBatch",
+    "convert_from_transformers",
+    "run_requests",
+]

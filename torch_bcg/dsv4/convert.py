@@ -1,0 +1,166 @@
+"""A DeepSeek-V4 of transformers -> the model here, with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bcg.dsv4.configuration import Branch, DSV4Config
+from torch_bcg.dsv4.model import DeepseekV4
+from torch_bcg.dsv4.rotary import Rotary
+from torch_bcg.errors import BCGError
+
+_BRANCHES: dict[str, Branch] = {
+    "sliding_attention": "swa",
+    "compressed_sparse_attention": "c4",
+    "heavily_compressed_attention": "c128",
+}
+_SCORES = ("sqrtsoftplus", "sigmoid")
+
+
+def convert_from_transformers(hf_model: Any) -> DeepseekV4:
+    """The model here that gives the logits of a ``transformers.DeepseekV4ForCausalLM``.
+
+    Weights of the same layout are not copied: both models share them, on the device and in the
+    dtype that they have. Norms, hyper-connections, sinks and biases are float32. Rotary frequencies
+    are taken as loaded, so scaled ones (YaRN) come along.
+
+    Raises:
+        BCGError: the configuration asks for an activation or scoring that is not there.
+    """
+    config = converted_config(hf_model.config)
+    inner = hf_model.model
+    with torch.device("meta"):
+        model = DeepseekV4(config, _rotary(inner, "main"), _rotary(inner, "compress"))
+    model.load_state_dict(dict(_weights(hf_model, config)), assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def converted_config(hf: Any) -> DSV4Config:
+    """Sizes of a ``transformers.DeepseekV4Config``.
+
+    Raises:
+        BCGError: see `convert_from_transformers`.
+    """
+    _check(hf, "hidden_act", ("silu",))
+    _check(hf, "scoring_func", _SCORES)
+    return DSV4Config(
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.moe_intermediate_size,
+        branches=tuple(_BRANCHES[kind] for kind in hf.layer_types),
+        hash_layers=tuple(kind == "hash_moe" for kind in hf.mlp_layer_types),
+        num_attention_heads=hf.num_attention_heads,
+        head_dim=hf.head_dim,
+        rope_dim=hf.qk_rope_head_dim,
+        q_lora_rank=hf.q_lora_rank,
+        o_groups=hf.o_groups,
+        o_lora_rank=hf.o_lora_rank,
+        index_n_heads=hf.index_n_heads,
+        index_head_dim=hf.index_head_dim,
+        index_topk=hf.index_topk,
+        num_experts=hf.n_routed_experts,
+        num_experts_per_tok=hf.num_experts_per_tok,
+        window=hf.sliding_window,
+        c4_ratio=hf.compress_rates["compressed_sparse_attention"],
+        c128_ratio=hf.compress_rates["heavily_compressed_attention"],
+        scoring=hf.scoring_func,
+        routed_scaling_factor=hf.routed_scaling_factor,
+        swiglu_limit=hf.swiglu_limit,
+        hc_mult=hf.hc_mult,
+        hc_sinkhorn_iters=hf.hc_sinkhorn_iters,
+        hc_eps=hf.hc_eps,
+        rms_norm_eps=hf.rms_norm_eps,
+        rope_theta=hf.rope_theta,
+        compress_rope_theta=hf.compress_rope_theta,
+        mlp_bias=hf.mlp_bias,
+    )
+
+
+def _check(hf: Any, name: str, known: tuple[str, ...]) -> None:
+    if getattr(hf, name) not in known:
+        raise BCGError(
+            f"This DeepSeek-V4 cannot be converted: {name}.",
+            where="convert_from_transformers",
+            expected=" or ".join(known),
+            found=str(getattr(hf, name)),
+            fix="Convert a model with one of these; the published ones have the first.",
+        )
+
+
+def _rotary(inner: Any, label: str) -> Rotary:
+    frequencies: Tensor = getattr(inner.rotary_emb, f"{label}_inv_freq")
+    return Rotary(frequencies.float(), getattr(inner.rotary_emb, f"{label}_attention_scaling"))
+
+
+def _weights(hf_model: Any, config: DSV4Config) -> Iterator[tuple[str, Tensor]]:
+    """Names here, and tensors; which HF weights go where."""
+    inner = hf_model.model
+    yield "embedding.weight", inner.embed_tokens.weight.data
+    yield "head.weight", hf_model.lm_head.weight.data
+    yield "norm.weight", inner.norm.weight.data.float()
+    for name in ("fn", "base", "scale"):
+        yield f"hyper_head.{name}", getattr(inner.hc_head, f"hc_{name}").data.float()
+    for i, layer in enumerate(inner.layers):
+        for name, tensor in _of_layer(layer, config, config.branches[i], config.hash_layers[i]):
+            yield f"layers.{i}.{name}", tensor
+
+
+def _of_layer(
+    layer: Any, config: DSV4Config, branch: Branch, by_token: bool
+) -> Iterator[tuple[str, Tensor]]:
+    yield "attention_norm.weight", layer.input_layernorm.weight.data.float()
+    yield "experts_norm.weight", layer.post_attention_layernorm.weight.data.float()
+    for mine, theirs in (("attention_mix", layer.attn_hc), ("experts_mix", layer.ffn_hc)):
+        for name in ("fn", "base", "scale"):
+            yield f"{mine}.{name}", getattr(theirs, name).data.float()
+    for name, tensor in _of_attention(layer.self_attn, config, branch):
+        yield f"attention.{name}", tensor
+    mlp = layer.mlp
+    yield "router.weight", mlp.gate.weight.data
+    if by_token:
+        yield "router.tokens", mlp.gate.tid2eid.long()
+    else:
+        yield "router.bias", mlp.gate.e_score_correction_bias.float()
+    yield "experts.gate_up", mlp.experts.gate_up_proj.data
+    yield "experts.down", mlp.experts.down_proj.data
+    shared = mlp.shared_experts
+    for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+        halves = [getattr(shared.gate_proj, kind).data, getattr(shared.up_proj, kind).data]
+        yield f"experts.shared_gate_up.{kind}", torch.cat(halves)
+        yield f"experts.shared_down.{kind}", getattr(shared.down_proj, kind).data
+
+
+def _of_attention(
+    attention: Any, config: DSV4Config, branch: Branch
+) -> Iterator[tuple[str, Tensor]]:
+    for mine, theirs in (
+        ("q_a", attention.q_a_proj),
+        ("q_b", attention.q_b_proj),
+        ("kv", attention.kv_proj),
+        ("o_b", attention.o_b_proj),
+    ):
+        yield f"{mine}.weight", theirs.weight.data
+    yield "q_norm.weight", attention.q_a_norm.weight.data.float()
+    yield "kv_norm.weight", attention.kv_norm.weight.data.float()
+    yield "sinks", attention.sinks.data.float()
+    grouped = attention.o_a_proj.weight.data.unflatten(0, (config.o_groups, -1))
+    yield "o_a", grouped.transpose(1, 2).contiguous()
+    if branch == "swa":
+        return
+    yield from _of_compressor(attention.compressor, "compressor")
+    if branch == "c4":
+        indexer = attention.compressor.indexer
+        yield from _of_compressor(indexer, "indexer.compressor")
+        yield "indexer.q.weight", indexer.q_b_proj.weight.data
+        yield "indexer.weights.weight", indexer.scorer.weights_proj.weight.data
+
+
+def _of_compressor(compressor: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    halves = [compressor.kv_proj.weight.data, compressor.gate_proj.weight.data]
+    yield f"{prefix}.kv_score.weight", torch.cat(halves)
+    yield f"{prefix}.bias", compressor.position_bias.data.float()
+    yield f"{prefix}.norm", compressor.kv_norm.weight.data.float()

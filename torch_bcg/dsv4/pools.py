@@ -1,0 +1,85 @@
+"""Everything that stays between steps, at addresses that never change."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torch_bcg.dsv4.configuration import Branch, DSV4Config
+from torch_bcg.dsv4.layout import Layout
+
+
+class LayerPools(nn.Module):
+    """Keys and compressor state of one layer. Row 0 of each is reserved: padded rows go there.
+
+    Attributes:
+        swa: [slots, head_dim], a key, which is the value as well, for each token.
+        entries: [entries, head_dim], of the compressed branch.
+        ring: float32 [state rows, ...], projections that the next entries need, see `compressor`.
+        keys: [entries, index_head_dim], of the indexer, and its ring.
+        key_ring: float32 [state rows, ...].
+    """
+
+    swa: Tensor
+    entries: Tensor
+    ring: Tensor
+    keys: Tensor
+    key_ring: Tensor
+
+    def __init__(
+        self,
+        config: DSV4Config,
+        layout: Layout,
+        branch: Branch,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+
+        def add(name: str, rows: int, width: int, of: torch.dtype = dtype) -> None:
+            pool = torch.zeros(rows, width, device=device, dtype=of)
+            self.register_buffer(name, pool, persistent=False)
+
+        d, key = config.head_dim, config.index_head_dim
+        add("swa", layout.slots, d)
+        if branch == "c4":
+            add("entries", layout.slots // layout.c4_ratio, d)
+            add("ring", layout.c4_state_rows, 4 * d, torch.float32)
+            add("keys", layout.slots // layout.c4_ratio, key)
+            add("key_ring", layout.c4_state_rows, 4 * key, torch.float32)
+        elif branch == "c128":
+            add("entries", layout.slots // layout.c128_ratio, d)
+            add("ring", layout.c128_state_rows, 2 * d, torch.float32)
+
+
+class Pools(nn.Module):
+    """Of all layers, and the tables that say where requests have their tokens.
+
+    Args:
+        config: of the model.
+        layout: how much there is of what.
+        device: where.
+        dtype: of keys and entries; that of the model.
+
+    Attributes:
+        layout: as given.
+        req_to_token: int32 [request slots, context], the slot of each position of each request.
+        full_to_swa: int64 [slots + 1], slots of the window's space; 0 is unmapped, -1 stays -1.
+    """
+
+    req_to_token: Tensor
+    full_to_swa: Tensor
+
+    def __init__(
+        self, config: DSV4Config, layout: Layout, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.layers = nn.ModuleList(
+            LayerPools(config, layout, branch, device, dtype) for branch in config.branches
+        )
+        table = torch.zeros(layout.requests, layout.context, dtype=torch.int32, device=device)
+        full_to_swa = torch.zeros(layout.slots + 1, dtype=torch.int64, device=device)
+        full_to_swa[-1] = -1
+        self.register_buffer("req_to_token", table, persistent=False)
+        self.register_buffer("full_to_swa", full_to_swa, persistent=False)

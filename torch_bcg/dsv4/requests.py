@@ -1,0 +1,212 @@
+"""Whole requests through an engine: which tokens of which request are in which step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bcg.dsv4.engine import Engine
+from torch_bcg.dsv4.layout import Layout
+from torch_bcg.dsv4.metadata import ExtendBatch
+from torch_bcg.dsv4.model import DeepseekV4
+from torch_bcg.dsv4.pools import Pools
+
+AT_A_TIME = 4
+"""Requests that are in steps together; the next one takes the place of one that ended."""
+
+
+@torch.no_grad()
+def run_requests(
+    model: DeepseekV4,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chunk_size: int,
+    backend: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[Tensor]:
+    """Logits of every token of every prompt, run in mixed steps over paged memory.
+
+    At most `AT_A_TIME` requests are in steps together, see `Scheduler`.
+
+    Args:
+        model: see `convert_from_transformers`.
+        prompts: token ids; none is empty.
+        chunk_size: most tokens of a step, from 1 up.
+        backend: ``"bcg"`` compiles; None runs eagerly.
+        options: of the backend, see `Engine`.
+
+    Returns:
+        For each prompt float32 ``[len(prompt), vocabulary]``, on the model's device.
+
+    Raises:
+        ValueError: an empty prompt, a token id that is none, or a chunk size below 1.
+    """
+    vocabulary = model.config.vocab_size
+    for i, prompt in enumerate(prompts):
+        if not prompt or not all(0 <= token < vocabulary for token in prompt):
+            raise ValueError(
+                f"run_requests: prompts[{i}] is empty or holds a token id out of range; expected at"
+                f" least one, each from 0 to {vocabulary - 1}."
+            )
+    if chunk_size < 1:
+        raise ValueError(f"run_requests: chunk_size is {chunk_size}; expected 1 or more.")
+    if not prompts:
+        return []
+    layout = model.config.layout(max(map(len, prompts)), min(AT_A_TIME, len(prompts)))
+    engine = Engine(model, layout, backend, options)
+    requests = [Request(ids, len(ids)) for ids in prompts]
+    scheduler = Scheduler(requests, layout)
+    rows: dict[int, list[Tensor]] = {id(r): [] for r in requests}
+    while works := scheduler.step(engine.pools, chunk_size):
+        logits = model.logits(engine.step(*inputs(works, engine.pools)))
+        for work, mine in zip(works, logits.split([w.tokens for w in works]), strict=True):
+            rows[id(work.request)].append(mine)
+    engine.close()
+    return [torch.cat(rows[id(r)]) for r in requests]
+
+
+@dataclass
+class Request:
+    """Tokens of one request; which they are is known from the start.
+
+    Attributes:
+        ids: token ids.
+        prompt: how many of them may share a step; each of the others has one of its own.
+        done: how many have been run.
+        slot: its row in the tables.
+        pages: full pages, in order of its positions.
+    """
+
+    ids: Sequence[int]
+    prompt: int
+    done: int = 0
+    slot: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def ready(self) -> int:
+        """Tokens that the next step may run."""
+        left = min(self.prompt, len(self.ids)) - self.done
+        return left if left > 0 else min(1, len(self.ids) - self.done)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens of one request in one step.
+
+    Attributes:
+        request: whose.
+        start, end: positions, the last one not included.
+    """
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.end - self.start
+
+
+class Scheduler:
+    """Decides who runs, and gives out pages and slots.
+
+    Two requests begin with the first step and one more with each step after it, as long as there
+    is a slot. Those that are past their prompt come first, then the others share what is left.
+
+    Args:
+        requests: in the order in which they begin.
+        layout: of the engine; page 0 and slot 0 are nobody's. All slots can be in use at a time.
+    """
+
+    def __init__(self, requests: Iterable[Request], layout: Layout) -> None:
+        self.layout, self.waiting = layout, deque(requests)
+        self.running: list[Request] = []
+        self.slots = list(range(1, layout.requests))
+        # Two orders, so that a full page and its page in the window's space differ in number.
+        self.pages = list(range(1, layout.pages))
+        half = -(-layout.pages // 2)
+        self.swa_pages = deque([*range(half, layout.pages), *range(1, half)])
+        self.swa_of: dict[int, int] = {}
+
+    def step(self, pools: Pools, most: int) -> list[Work]:
+        """The next step, its tokens mapped in the tables of ``pools``; empty when all is done.
+
+        Args:
+            pools: of the engine.
+            most: tokens of the step.
+        """
+        self.leave()
+        self.arrive(1 if self.running else 2)
+        works: list[Work] = []
+        order = sorted(self.running, key=lambda r: r.done < r.prompt)
+        for i, r in enumerate(order):
+            share = -(-most // (len(order) - i))
+            tokens = min(share, r.ready)
+            if tokens:
+                works.append(Work(r, r.done, r.done + tokens))
+                most -= tokens
+                r.done += tokens
+                self.map(r, pools)
+        self.running = self.running[1:] + self.running[:1]  # who is first gets the larger share
+        return works
+
+    def arrive(self, most: int) -> None:
+        """Lets waiting requests in, while there is a slot."""
+        while self.waiting and self.slots and most:
+            r = self.waiting.popleft()
+            r.slot = self.slots.pop()
+            self.running.append(r)
+            most -= 1
+
+    def leave(self) -> None:
+        """Gives back what requests had that are done; what is stored there stays."""
+        for r in [r for r in self.running if r.done == len(r.ids)]:
+            self.running.remove(r)
+            self.slots.append(r.slot)
+            self.pages += r.pages
+            self.swa_pages.extend(self.swa_of.pop(page) for page in r.pages)
+
+    def map(self, r: Request, pools: Pools) -> None:
+        """Gives a request pages for the tokens that it has now."""
+        size = self.layout.page_size
+        while len(r.pages) * size < r.done:
+            page, swa = self.pages.pop(), self.swa_pages.popleft()
+            self.swa_of[page] = swa
+            first = len(r.pages) * size
+            r.pages.append(page)
+            offsets = torch.arange(size, dtype=torch.int32, device=pools.req_to_token.device)
+            pools.req_to_token[r.slot, first : first + size] = page * size + offsets
+            pools.full_to_swa[page * size : (page + 1) * size] = swa * size + offsets
+
+
+def inputs(works: Sequence[Work], pools: Pools) -> tuple[Tensor, ExtendBatch]:
+    """Token ids int64 [T] of a step, and the batch that says where they belong."""
+    device, size = pools.req_to_token.device, pools.layout.page_size
+    lengths = [w.tokens for w in works]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    slots = [
+        w.request.pages[p // size] * size + p % size for w in works for p in range(w.start, w.end)
+    ]
+
+    def tensor(numbers: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+    ids = [token for w in works for token in w.request.ids[w.start : w.end]]
+    batch = ExtendBatch(
+        req_pool_indices=tensor([w.request.slot for w in works], torch.int64),
+        seq_lens=tensor([w.end for w in works]),
+        extend_seq_lens=tensor(lengths),
+        extend_start_loc=tensor(starts),
+        out_cache_loc=tensor(slots, torch.int64),
+        req_to_token=pools.req_to_token,
+        full_to_swa=pools.full_to_swa,
+        num_tokens=len(ids),
+    )
+    return tensor(ids, torch.int64), batch
