@@ -38,6 +38,9 @@ class Body(nn.Module):
 class Engine:
     """A model with memory for the requests of one layout.
 
+    One step runs at a time, whatever the number of engines: programs of one graph share the memory
+    in which metadata lies.
+
     Args:
         model: stays as it is; its device and dtype are those of everything here.
         layout: how much memory there is, and for what.
@@ -88,11 +91,13 @@ class Engine:
         rows = self.rows(tokens)
         md = DSV4Metadata.create(batch, self.layout, rows, out=self.kept.get(rows))
         padded = F.pad(input_ids, (0, rows - tokens))
-        if rows not in self.kept:
+        known = rows in self.kept or self.backend != "bcg"
+        before = 0 if known else _recorded()
+        if not known:
             vary_rows(padded, md)
         with torch_bcg.bind_metadata(md):
             hidden: Tensor = self.compiled(padded)
-        if self.backend == "bcg":
+        if not known and _recorded() > before:
             self.keep(rows, md)
         return hidden[:tokens]
 
@@ -107,11 +112,20 @@ class Engine:
         return next((size for size in self.sizes if size >= tokens), tokens)
 
     def keep(self, rows: int, md: DSV4Metadata) -> None:
-        """Once a size is recorded its metadata lies where the program reads it."""
-        if rows not in self.kept:
-            for program in torch_bcg.programs(self.compiled):
-                if rows in program.sizes.values():
-                    self.kept[rows] = program.captured(md)
+        """From now on the metadata of a size lies where the program reads it that has just run.
+
+        Other engines have programs of this size as well: the last one used comes first.
+        """
+        programs = torch_bcg.programs(self.compiled)
+        mine = next((p for p in programs if rows in p.sizes.values()), None)
+        if mine is not None:
+            self.kept[rows] = mine.captured(md)
+
+
+def _recorded() -> int:
+    """Grows with a call that has a program, at its end at the latest."""
+    counted = torch_bcg.stats()
+    return counted.captures + counted.replays
 
 
 def vary_rows(input_ids: Tensor, md: DSV4Metadata) -> None:

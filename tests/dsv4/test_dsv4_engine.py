@@ -1,0 +1,104 @@
+"""Engines: several over one model, and what stays between their steps."""
+
+import pytest
+import torch
+
+import torch_bcg
+from dsv4 import hf_models
+from torch_bcg.dsv4 import Engine, convert_from_transformers
+from torch_bcg.dsv4.requests import Request, Scheduler, inputs
+from twin import counted
+
+OPTIONS = {"buckets": [4, 12], "on_eager_call": "error"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return convert_from_transformers(hf_models.model("short windows"))
+
+
+class Side:
+    """An engine with requests of its own."""
+
+    def __init__(self, model, lengths, *backend):
+        layout = model.config.layout(max(lengths), 2)
+        self.engine = Engine(model, layout, *backend)
+        requests = [Request(ids, len(ids) - 3) for ids in hf_models.prompts(lengths)]
+        self.scheduler = Scheduler(requests, layout)
+
+    def step(self, most):
+        with torch.no_grad():
+            works = self.scheduler.step(self.engine.pools, most)
+            return self.engine.model.logits(self.engine.step(*inputs(works, self.engine.pools)))
+
+
+def pair(model, lengths):
+    return Side(model, lengths), Side(model, lengths, "bcg", OPTIONS)
+
+
+def same(sides, most):
+    eager, replayed = sides
+    torch.testing.assert_close(replayed.step(most), eager.step(most), rtol=0, atol=1e-4)
+
+
+def test_two_engines_of_one_model_in_turn(device, model):
+    """Each has programs and pools of its own, and neither moves what the other has."""
+    model = model.to(device)
+    first, second = pair(model, (40, 31)), pair(model, (25, 50))
+    for most in (9, 4, 3, 12):
+        same(first, most)
+        same(second, most)
+    kept = [side.engine.kept for _, side in (first, second)]
+    assert [sorted(k) for k in kept] == [[4, 12], [4, 12]]
+    second[1].engine.close()
+    with counted() as counts:
+        for most in (9, 4, 3):
+            same(first, most)
+    assert not counts.eager_calls
+
+
+def test_what_is_kept_is_what_the_program_reads(device, model):
+    """Nothing of the metadata is copied any more once a size is recorded."""
+    eager, replayed = pair(model.to(device), (40, 31))
+    for _ in range(3):
+        same((eager, replayed), 12)
+    with counted() as counts:
+        same((eager, replayed), 12)
+    (program,) = torch_bcg.programs(replayed.engine.compiled)
+    metadata = replayed.engine.kept[12]
+    slots = {program._program.slot(f.argument).data_ptr() for f in copied_fields(program)}
+    held = {t.data_ptr() for t in tensors(metadata)}
+    assert slots <= held
+    assert counts.replays == 1
+
+
+def copied_fields(program):
+    binding = next(b for b in program.plan.bindings if b.cls.endswith(".DSV4Metadata"))
+    homes = {v.name: v.home for v in program.plan.values}
+    return [f for f in binding.fields if homes.get(f.argument) == "slot"]
+
+
+def tensors(md):
+    for part in vars(md).values():
+        if hasattr(part, "__dataclass_fields__"):
+            yield from (t for t in vars(part).values() if isinstance(t, torch.Tensor))
+
+
+def test_what_was_never_written_is_never_read(device, model):
+    """Pools full of NaN, the reserved rows as well: no logit has any of it."""
+    eager, replayed = pair(model.to(device), (40, 31))
+    for layer in replayed.engine.pools.layers:
+        for pool in layer.buffers():
+            pool.fill_(torch.nan)
+    for most in (12, 9, 4, 12, 3, 12):
+        same((eager, replayed), most)
+
+
+def test_after_a_reset(device, model):
+    """Programs are gone, what the engine kept of them is not: it records again."""
+    sides = pair(model.to(device), (40, 31))
+    for most in (12, 4, 12):
+        same(sides, most)
+    torch_bcg.reset()
+    for most in (12, 4, 9, 3):
+        same(sides, most)
