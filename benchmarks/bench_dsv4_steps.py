@@ -7,7 +7,7 @@ all of it is done, so that steps are of every kind: ``prefill`` (prompts from th
 ``decode`` (single tokens). Which tokens they have is known from the start. Four engines take each
 step one after the other, each with its own memory and scheduler:
 
-  replayed   backend "bcg", steps brought up to the ladder; every size is recorded before
+  replayed   backend "bcg", steps brought up to ten sizes, each recorded before
   segments   the same with execute="segments"
   eager      no backend, and no row that is not a token's
   exact      the same in float32, with the same weights; float64 where the model is float32

@@ -18,7 +18,6 @@ from torch_bcg.dsv4 import DeepseekV4, DSV4Config, Engine
 from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.pools import Pools
 from torch_bcg.dsv4.requests import Request, Scheduler, Work, inputs
-from torch_bcg.graph.buckets import LADDER
 
 AT_A_TIME, WAVE = 8, 12  # requests
 IDS = 1024  # that requests draw from
@@ -35,7 +34,7 @@ class Sizes:
     ladder: tuple[int, ...]
 
 
-FLASH = (2304, 32, tuple(n for n in LADDER if n <= 512))
+FLASH = (2304, 32, (8, 16, 32, 64, 96, 128, 192, 256, 384, 512))
 TINY = (256, 8, (8, 16, 32))
 
 
