@@ -38,6 +38,7 @@ LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 LOCAL_IMPORTS = {
     ("commands/tables.py", "rich"): "an optional extra: --json and doctor do without it",
     ("warm_up.py", "rich"): "an optional extra: without it warming up logs instead",
+    ("dsv4/attention.py", "torch_bcg"): "its kernels import Triton, which only a GPU needs",
     ("dsv4/compressor.py", "torch_bcg"): "its kernels import Triton, which only a GPU needs",
     ("dsv4/indexer.py", "torch_bcg"): "its kernels import Triton, which only a GPU needs",
 }

@@ -3,7 +3,8 @@
 from torch_bcg.dsv4.configuration import DSV4Config
 from torch_bcg.dsv4.convert import convert_from_transformers
 from torch_bcg.dsv4.engine import Engine
-from torch_bcg.dsv4.metadata import DSV4AttnMetadata, DSV4Metadata, ExtendBatch
+from torch_bcg.dsv4.fields import DSV4AttnMetadata, ExtendBatch
+from torch_bcg.dsv4.metadata import DSV4Metadata
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.requests import run_requests
 

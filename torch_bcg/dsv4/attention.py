@@ -6,21 +6,12 @@ marked operation: it runs between recorded segments, where T, the number of real
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 import torch_bcg
-from torch_bcg.dsv4.metadata import DSV4AttnMetadata, DSV4Metadata, match_num_queries
-
-__all__ = [
-    "deepseek_v4_attention_with_output",
-    "sparse_attention",
-    "sparse_attention_reference",
-]
+from torch_bcg.dsv4.fields import DSV4AttnMetadata, match_num_queries
+from torch_bcg.dsv4.metadata import DSV4Metadata
 
 ROWS = 64
 """Rows that the reference takes at a time: its temporaries are ``[ROWS, keys, d]``."""
@@ -83,11 +74,7 @@ def deepseek_v4_attention_with_output(
 def _listed(core: DSV4AttnMetadata, names: tuple[str, str], rows: int) -> tuple[Tensor, Tensor]:
     """Indices and lengths of as many rows."""
     indices, lengths = (getattr(core, name) for name in names)
-    slots = match_num_queries(indices, rows, -1)
-    counts = match_num_queries(lengths, rows, 1)
-    assert slots is not None
-    assert counts is not None
-    return slots, counts
+    return match_num_queries(indices, rows, -1), match_num_queries(lengths, rows, 1)
 
 
 def sparse_attention(
@@ -116,17 +103,11 @@ def sparse_attention(
         *(sinks, scale),
     )
     if q.is_cuda:
-        _kernel()(*args, out)
+        from torch_bcg.dsv4.kernels import attention
+
+        attention.sparse_attention(*args, out)
     else:
         out.copy_(sparse_attention_reference(*args))
-
-
-@functools.cache
-def _kernel() -> Callable[..., None]:
-    """The launcher; Triton is imported where it is needed only."""
-    module = importlib.import_module("torch_bcg.dsv4.kernels.attention")
-    launcher: Callable[..., None] = module.sparse_attention
-    return launcher
 
 
 def sparse_attention_reference(

@@ -1,7 +1,7 @@
 """The metadata of a step in plain torch: what says what each field is, and serves CPUs.
 
 Nothing is read on the host, so it runs on any device; `torch_bcg.dsv4.kernels.metadata` gives the
-same on a GPU in a few launches. Formulas: those of SGLang's deepseek_v4_backend (#25195).
+same on a GPU in one launch. Source: ``deepseek_v4_backend`` of SGLang (#25195).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def build(
 
 
 def build_into(md: DSV4Metadata, batch: ExtendBatch, layout: Layout) -> None:
-    """Writes a step into tensors of the sizes that `empty` gives; P is what they have.
+    """Writes a step into the tensors of a metadata object; P is the number of rows that they have.
 
-    What the indexer writes is left alone.
+    What the indexer writes is left alone. Arguments are those of `prepared`, found to fit.
     """
     core, indexer = md.core_attn_metadata, md.indexer_metadata
     seq_lens, requests = _expand_prefill_casually_vectorized(batch, len(core.raw_out_loc))
@@ -150,7 +150,7 @@ def _build_plan(
 
 
 def _pack(records: Tensor, valid: Tensor, words: list[Tensor]) -> None:
-    """Writes records of 32-bit words, the valid ones first and in order, the others all ones.
+    """Writes records of 32-bit words, valid ones first, in order; see `CompressorPrefillPlan`.
 
     Args:
         records: uint8 ``[P, 4 * words]``, written.

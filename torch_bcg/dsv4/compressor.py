@@ -8,12 +8,16 @@ d is the width of an entry, m the ratio. The sparse branch overlaps (c = 2): a w
 positions, the older half of which gives its Ca channels, the newer one its Cb channels. The heavy
 branch does not (c = 1). A row of projections is ``| kv (c * d) | score (c * d) |``, each of them
 ``| Ca (d) | Cb (d) |`` for c = 2.
+
+Source: the DeepSeek-V4 report, sections 2.3.1 (equations 9 to 12) and 2.3.2 (20 to 23).
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_bcg.dsv4.rotary import rotate_, turns_of
 
 RECORDS = 64
 """Records that the reference takes at a time; temporaries are ``[RECORDS, c * m, 2 * c * d]``."""
@@ -53,9 +57,9 @@ def compress_(
         out_loc: int64 ``[P]``, slot of the entry that closes in a row.
         bias: float32 ``[m, c * d]``, by place in the ratio.
         norm_weight: float32 ``[d]``.
-        inv_freq: float32 ``[rope channels / 2]``.
+        inv_freq: float32 ``[rope_dim / 2]``.
         ratio: m.
-        scaling: factor of cos and sin.
+        scaling: of cosines and sines, see `Rotary`.
         eps: of the norm.
     """
     compress_reference(
@@ -93,8 +97,7 @@ def compress_reference(
         seq_len, rows = records[:, 0], records[:, 1] & 0xFFFF
         pooled = _pooled(records, projected, ring, bias, ratio, entries.shape[1])
         normed = pooled * (pooled.square().mean(-1, keepdim=True) + eps).rsqrt() * norm_weight
-        angles = (seq_len - ratio).float()[:, None] * inv_freq
-        turned = _turned(normed, angles.cos() * scaling, angles.sin() * scaling)
+        turned = rotate_(normed, *turns_of(seq_len - ratio, inv_freq, scaling))
         # To slot 0 goes what is there: an index_put of fixed shape has to write something.
         valid = (seq_len >= 0)[:, None]
         slots = torch.where(valid[:, 0], out_loc[rows.long()], 0)
@@ -128,15 +131,6 @@ def _pooled(
         score = torch.where(older, score[..., :dim], score[..., dim:])
     weights = torch.where(read[:, :, None], score, -torch.inf).softmax(1)
     return (weights * torch.where(read[:, :, None], kv, 0)).sum(1)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbouring pairs of the last channels of [records, d], turned."""
-    rope = 2 * cos.shape[-1]
-    plain, pairs = x.split((x.shape[-1] - rope, rope), -1)
-    a, b = pairs.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
-    return torch.cat((plain, turned.flatten(-2)), -1)
 
 
 def write_state(ring: Tensor, projected: Tensor, plan: Tensor) -> None:

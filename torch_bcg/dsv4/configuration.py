@@ -10,7 +10,8 @@ from torch_bcg.dsv4.layout import Layout, page_unit
 Branch = Literal["swa", "c4", "c128"]
 """What a layer attends to beside its window: nothing, picked entries, or all entries."""
 
-Score = Literal["sqrtsoftplus", "sigmoid", "softmax"]
+Score = Literal["sqrtsoftplus", "sigmoid"]
+"""How the logits of a router become scores of experts."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class DSV4Config:
         hc_mult: parallel residual streams.
         intermediate_size: width of an expert, and of the shared one.
         mlp_bias: whether the shared expert has biases.
+
+    Raises:
+        ValueError: ``branches`` and ``hash_layers`` differ in length.
     """
 
     vocab_size: int
@@ -126,20 +130,17 @@ class DSV4Config:
     def pro(cls, layers: int = 61, experts: int = 384, **changed: Any) -> DSV4Config:
         """DeepSeek-V4-Pro; fewer layers or experts keep its shape."""
         branches = _alternating(layers, ("c128", "c128"), ("c128", "c4"))
-        config = cls.flash(layers, experts)
-        return replace(
-            config,
-            **{
-                "hidden_size": 7168,
-                "intermediate_size": 3072,
-                "branches": branches,
-                "num_attention_heads": 128,
-                "q_lora_rank": 1536,
-                "o_groups": 16,
-                "index_topk": 1024,
-                **changed,
-            },
+        config = replace(
+            cls.flash(layers, experts),
+            hidden_size=7168,
+            intermediate_size=3072,
+            branches=branches,
+            num_attention_heads=128,
+            q_lora_rank=1536,
+            o_groups=16,
+            index_topk=1024,
         )
+        return replace(config, **changed)
 
     @classmethod
     def tiny(cls, layers: int = 4, **changed: Any) -> DSV4Config:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from torch_bcg.dsv4.configuration import Branch, DSV4Config
+from torch_bcg.dsv4.configuration import Branch, DSV4Config, Score
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.rotary import Rotary
 from torch_bcg.errors import BCGError
@@ -18,7 +18,6 @@ _BRANCHES: dict[str, Branch] = {
     "compressed_sparse_attention": "c4",
     "heavily_compressed_attention": "c128",
 }
-_SCORES = ("sqrtsoftplus", "sigmoid")
 
 
 def convert_from_transformers(hf_model: Any) -> DeepseekV4:
@@ -31,7 +30,7 @@ def convert_from_transformers(hf_model: Any) -> DeepseekV4:
     Raises:
         BCGError: the configuration asks for an activation or scoring that is not there.
     """
-    config = converted_config(hf_model.config)
+    config = _config_of(hf_model.config)
     inner = hf_model.model
     with torch.device("meta"):
         model = DeepseekV4(config, _rotary(inner, "main"), _rotary(inner, "compress"))
@@ -39,14 +38,10 @@ def convert_from_transformers(hf_model: Any) -> DeepseekV4:
     return model.requires_grad_(False).eval()
 
 
-def converted_config(hf: Any) -> DSV4Config:
-    """Sizes of a ``transformers.DeepseekV4Config``.
-
-    Raises:
-        BCGError: see `convert_from_transformers`.
-    """
+def _config_of(hf: Any) -> DSV4Config:
+    """Sizes of a ``transformers.DeepseekV4Config``."""
     _check(hf, "hidden_act", ("silu",))
-    _check(hf, "scoring_func", _SCORES)
+    _check(hf, "scoring_func", get_args(Score))
     return DSV4Config(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,

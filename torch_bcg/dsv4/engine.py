@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_bcg
+from torch_bcg.dsv4.fields import ExtendBatch
 from torch_bcg.dsv4.layout import Layout
-from torch_bcg.dsv4.metadata import DSV4Metadata, ExtendBatch
+from torch_bcg.dsv4.metadata import DSV4Metadata
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
 from torch_bcg.graph.buckets import LADDER
@@ -50,7 +51,10 @@ class Engine:
 
     Attributes:
         pools: the memory.
-        layout: as given.
+        layout, model, backend: as given.
+        sizes: that steps are brought up to, ascending; empty: none is.
+        compiled: what a step calls, compiled or not.
+        kept: by number of rows, metadata whose tensors the program of that size reads.
     """
 
     def __init__(
@@ -86,6 +90,9 @@ class Engine:
 
         Returns:
             [T, D], see `DeepseekV4.logits`.
+
+        Raises:
+            ValueError: the batch does not fit ``input_ids`` or the layout.
         """
         tokens = len(input_ids)
         rows = self.rows(tokens)
@@ -94,11 +101,11 @@ class Engine:
         known = rows in self.kept or self.backend != "bcg"
         before = 0 if known else _recorded()
         if not known:
-            vary_rows(padded, md)
+            _vary_rows(padded, md)
         with torch_bcg.bind_metadata(md):
             hidden: Tensor = self.compiled(padded)
         if not known and _recorded() > before:
-            self.keep(rows, md)
+            self._keep(rows, md)
         return hidden[:tokens]
 
     def close(self) -> None:
@@ -111,7 +118,7 @@ class Engine:
         """P of a step of so many tokens."""
         return next((size for size in self.sizes if size >= tokens), tokens)
 
-    def keep(self, rows: int, md: DSV4Metadata) -> None:
+    def _keep(self, rows: int, md: DSV4Metadata) -> None:
         """From now on the metadata of a size lies where the program reads it that has just run.
 
         Other engines have programs of this size as well: the last one used comes first.
@@ -128,7 +135,7 @@ def _recorded() -> int:
     return counted.captures + counted.replays
 
 
-def vary_rows(input_ids: Tensor, md: DSV4Metadata) -> None:
+def _vary_rows(input_ids: Tensor, md: DSV4Metadata) -> None:
     """Tells Dynamo that P changes from step to step, and nothing else: no width, no number.
 
     ``dynamic=True`` would make variables of the widths and of every float of the model as well.

@@ -1,6 +1,8 @@
 """Mixture of experts: which ones, by token id or by score, and two ways to run them.
 
 Neither way reads the host, so both can be recorded.
+
+Source: the DeepSeek-V4 report, section 2.1, as ``modeling_deepseek_v4`` of transformers has it.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class Experts(nn.Module):
         Returns:
             [P, D]
         """
-        routed = self.grouped if is_grouped(x) else self.dense
-        shared = self.shared_down(swiglu(self.shared_gate_up(x), self.limit))
+        routed = self.grouped if _is_grouped(x) else self.dense
+        shared = self.shared_down(_swiglu(self.shared_gate_up(x), self.limit))
         mixed: Tensor = routed(x, experts, weights) + shared
         return mixed
 
@@ -47,7 +49,7 @@ class Experts(nn.Module):
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         rows = x[order // experts.shape[1]]
         inner = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
-        outer = F.grouped_mm(swiglu(inner, self.limit), self.down.transpose(1, 2), offs=ends)
+        outer = F.grouped_mm(_swiglu(inner, self.limit), self.down.transpose(1, 2), offs=ends)
         apart = torch.empty_like(outer)
         apart[order] = outer  # back in place, so that the sum over k has one order in every run
         mixed: Tensor = (apart.unflatten(0, experts.shape) * weights.unsqueeze(-1)).sum(1)
@@ -57,17 +59,17 @@ class Experts(nn.Module):
         """Every expert for every row, with weight 0 where not chosen: any device and dtype."""
         numbers = torch.arange(len(self.gate_up), device=x.device)
         mine = (experts.unsqueeze(-1) == numbers) * weights.unsqueeze(-1)  # [P, k, experts]
-        inner = swiglu(torch.matmul(x, self.gate_up.transpose(1, 2)), self.limit)
+        inner = _swiglu(torch.matmul(x, self.gate_up.transpose(1, 2)), self.limit)
         outer = torch.matmul(inner, self.down.transpose(1, 2))  # [experts, P, D]
         return torch.einsum("epd,pe->pd", outer, mine.sum(1).to(x.dtype))
 
 
-def is_grouped(x: Tensor) -> bool:
+def _is_grouped(x: Tensor) -> bool:
     """Whether torch has a grouped product for it that reads no offset on the host."""
     return x.is_cuda and x.dtype is torch.bfloat16 and x.shape[-1] % 8 == 0
 
 
-def swiglu(gate_up: Tensor, limit: float) -> Tensor:
+def _swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """[..., 2 I] -> [..., I]: ``silu(gate) * up``, the gate at most, the other within ``limit``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
@@ -97,7 +99,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[P, D] and int64 [P] -> experts int64 [P, k], weights [P, k]."""
-        scores = scored(F.linear(x, self.weight), self.config.scoring)
+        scores = _scored(F.linear(x, self.weight), self.config.scoring)
         if self.by_token:
             experts = self.tokens[input_ids]
         else:
@@ -108,8 +110,6 @@ class Router(nn.Module):
         return experts, weights * self.config.routed_scaling_factor
 
 
-def scored(logits: Tensor, scoring: Score) -> Tensor:
+def _scored(logits: Tensor, scoring: Score) -> Tensor:
     """Scores of experts from their logits."""
-    if scoring == "sqrtsoftplus":
-        return F.softplus(logits).sqrt()
-    return logits.sigmoid() if scoring == "sigmoid" else logits.softmax(-1)
+    return logits.sigmoid() if scoring == "sigmoid" else F.softplus(logits).sqrt()

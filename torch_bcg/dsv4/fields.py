@@ -9,13 +9,15 @@ segments is said by the registrations below, which are checked when a graph is c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import torch_bcg
 from torch_bcg.metadata import refresh
+
+OptionalTensor = TypeVar("OptionalTensor", Tensor, None)
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,9 @@ class PagedIndexerMetadata:
 class CompressorPrefillPlan:
     """Which entries of one branch close in a step, and which rows its state keeps.
 
-    Little-endian records, valid ones first, exactly P of each. On a GPU their order may differ from
-    call to call. The window of an entry that closes at position p is the ``w`` positions up to p:
-    the first `buffer_len` of them lie in the state, the others in this step's rows.
+    Little-endian records, exactly P of each: valid ones first, in order of rows. The window of an
+    entry that closes at position p is the ``w`` positions up to p: the first ``buffer_len`` of them
+    lie in the state, the others in this step's rows.
 
     Attributes:
         compress_ratio: tokens of an entry.
@@ -192,11 +194,11 @@ torch_bcg.register_metadata_binding(
 )
 
 
-def match_num_queries(x: Tensor | None, num_queries: int, value: int) -> Tensor | None:
+def match_num_queries(x: OptionalTensor, num_queries: int, value: int) -> OptionalTensor:
     """A field with one row a query, for another number of queries.
 
     Args:
-        x: ``[rows, ...]``, or None.
+        x: ``[rows, ...]``, or None, as fields that not every kernel has may be.
         num_queries: how many rows are wanted.
         value: of rows that are added.
 
@@ -204,7 +206,9 @@ def match_num_queries(x: Tensor | None, num_queries: int, value: int) -> Tensor 
         None of None; the field itself where it fits; a view of its first rows where it is longer.
         Where it is shorter another tensor: what is written must have rows enough.
     """
-    if x is None or len(x) == num_queries:
+    if x is None:
+        return None
+    if len(x) == num_queries:
         return x
     if len(x) > num_queries:
         return x[:num_queries]

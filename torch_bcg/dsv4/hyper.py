@@ -1,4 +1,7 @@
-"""Manifold-constrained hyper-connections: parallel residual streams, mixed by learned weights."""
+"""Manifold-constrained hyper-connections: parallel residual streams, mixed by learned weights.
+
+Source: the DeepSeek-V4 report, section 2.2, as ``modeling_deepseek_v4`` of transformers has it.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ class HyperConnection(nn.Module):
         pre = torch.sigmoid(pre * self.scale[0] + pre_base) + c.hc_eps
         post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
         mix = (mix * self.scale[2] + mix_base).unflatten(-1, (n, n)).softmax(-1) + c.hc_eps
-        return post, sinkhorn(mix, c.hc_sinkhorn_iters, c.hc_eps), collapsed(streams, pre)
+        return post, _sinkhorn(mix, c.hc_sinkhorn_iters, c.hc_eps), _collapsed(streams, pre)
 
 
-def sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
+def _sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
     """Positive matrices [P, n, n] -> nearly doubly stochastic ones: columns first, columns last."""
     mix = mix / (mix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -66,10 +69,10 @@ class HyperHead(nn.Module):
         """[P, n, D] -> [P, D]."""
         weights = F.linear(normed(streams.flatten(1).float(), self.config.rms_norm_eps), self.fn)
         pre = torch.sigmoid(weights * self.scale + self.base) + self.config.hc_eps
-        return collapsed(streams, pre)
+        return _collapsed(streams, pre)
 
 
-def collapsed(streams: Tensor, pre: Tensor) -> Tensor:
+def _collapsed(streams: Tensor, pre: Tensor) -> Tensor:
     """[P, n, D], weighted by float32 [P, n], summed -> [P, D]."""
     return (pre.unsqueeze(-1) * streams).sum(dim=1).to(streams.dtype)
 

@@ -2,6 +2,8 @@
 
 ``select`` is the operator ``dsv4::select``: a Triton kernel on CUDA, `select_reference` elsewhere.
 Neither looks at a value on the host, so that both can be recorded.
+
+Source: the DeepSeek-V4 report, section 2.3.1 (equations 13 to 17).
 """
 
 from typing import Any
@@ -30,9 +32,9 @@ def select(
     """The best entries of each row, lowest first, as pool slots and as numbers of entries.
 
     Entry e of row i is ``keys[page_table[i, e // page_size] * page_size + e % page_size]``. Its
-    score is ``di**-0.5 * sum_h weights[i, h] * relu(q[i, h] . key)`` in float32 (the lightning
-    indexer of DeepSeek-V4). Of entries with one score the lower wins. A row that sees at most
-    ``topk`` takes them all, whatever their scores.
+    score is ``di**-0.5 * sum_h weights[i, h] * relu(q[i, h] . key)`` in float32. Of entries
+    with one score the lower wins. A row that sees at most ``topk`` takes them all, whatever their
+    scores.
 
     Args:
         q: ``[P, Hi, di]``, heads of the indexer.
@@ -50,7 +52,7 @@ def select(
     Raises:
         ValueError: ``width`` is too small or no multiple of 64, or dtypes differ.
     """
-    check(q, keys, topk, width)
+    _check(q, keys, topk, width)
     return select_reference(q, weights, keys, page_table, lengths, topk, page_size, width)
 
 
@@ -59,7 +61,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     from torch_bcg.dsv4.kernels import indexer
 
     q, _, keys, _, _, topk, _, width = args
-    check(q, keys, topk, width)
+    _check(q, keys, topk, width)
     return indexer.select(*args)
 
 
@@ -74,13 +76,13 @@ def _(
     page_size: int,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    check(q, keys, topk, width)
+    _check(q, keys, topk, width)
     slots = q.new_empty((q.shape[0], width), dtype=torch.int32)
     return slots, torch.empty_like(slots)
 
 
-def check(q: Tensor, keys: Tensor, topk: int, width: int) -> None:
-    """Raises ValueError for arguments of `select` that its results or its kernel cannot follow."""
+def _check(q: Tensor, keys: Tensor, topk: int, width: int) -> None:
+    """Refuses arguments of `select` that its results or its kernel cannot follow."""
     if width < topk or width % ALIGNED:
         raise ValueError(
             f"select: width is {width}; expected a multiple of {ALIGNED} that is at least topk "

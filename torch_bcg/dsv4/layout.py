@@ -26,9 +26,12 @@ class Layout:
         window: positions that sliding attention sees, its own included.
         c4_ratio: tokens for an entry of the sparse branch, whose windows overlap by as many.
         c128_ratio: tokens for an entry of the heavy branch.
-        index_topk: entries that the indexer picks.
-        online_compress: the heavy branch keeps a running softmax instead of a ring; its plan is
-            made on the host and replaced whole at each step.
+        index_topk: entries that the indexer picks, at most.
+        online_compress: a step replaces the plan of the heavy branch whole, for engines that plan a
+            running softmax on the host. Metadata alone goes by it: no pool or kernel does.
+
+    Raises:
+        ValueError: the page size or the context is no such multiple.
     """
 
     context: int
@@ -62,17 +65,17 @@ class Layout:
     @property
     def window_width(self) -> int:
         """Columns of the sliding-window indices."""
-        return aligned(self.window)
+        return _aligned(self.window)
 
     @property
     def sparse_width(self) -> int:
         """Columns of what the indexer picks."""
-        return aligned(self.index_topk)
+        return _aligned(self.index_topk)
 
     @property
     def heavy_width(self) -> int:
         """Columns of the heavy branch's indices."""
-        return aligned(self.context // self.c128_ratio)
+        return _aligned(self.context // self.c128_ratio)
 
     @property
     def c4_page(self) -> int:
@@ -100,6 +103,5 @@ def page_unit(c4_ratio: int, c128_ratio: int) -> int:
     return math.lcm(2 * c4_ratio, c128_ratio)
 
 
-def aligned(columns: int) -> int:
-    """The next multiple of `ALIGNED`."""
+def _aligned(columns: int) -> int:
     return -(-columns // ALIGNED) * ALIGNED

@@ -76,7 +76,7 @@ class DSV4Metadata:
                 those that the indexer writes.
 
         Returns:
-            A new object, one that is replaced in part where `Layout.online_compress`; or ``out``.
+            ``out``, or a new object: an `OnlineDSV4Metadata` where `Layout.online_compress`.
 
         Raises:
             ValueError: T or the layout does not fit rows, tables or ``out``.
@@ -104,7 +104,7 @@ class DSV4Metadata:
 
 @dataclass(eq=False)
 class OnlineDSV4Metadata(DSV4Metadata):
-    """With a heavy branch whose plan is made on the host: a step replaces that plan whole."""
+    """A step replaces the plan of the heavy branch whole, see `Layout.online_compress`."""
 
 
 torch_bcg.register_metadata_binding(DSV4Metadata, rebind=("sparse_prefill_cache",))
@@ -174,12 +174,13 @@ def maybe_copy_inplace(dst: object, *, src: object) -> None:
     Raises:
         BindingError: the two are not of one class, or differ in more than values.
     """
-    if type(src) is not type(dst) or _said(dst) != _said(src):  # copy_ would broadcast, and round
+    # copy_ would broadcast, and round.
+    if type(src) is not type(dst) or _described(dst) != _described(src):
         raise BindingError(
             f"A {type(dst).__name__} cannot be given the values of another object.",
             where="maybe_copy_inplace",
-            expected=f"{type(dst).__name__} {_said(dst)}".strip(),
-            found=f"{type(src).__name__} {_said(src)}".strip(),
+            expected=f"{type(dst).__name__} {_described(dst)}".strip(),
+            found=f"{type(src).__name__} {_described(src)}".strip(),
             fix="Build both with DSV4Metadata.create, of one Layout and one number of rows.",
         )
     if isinstance(dst, Tensor) and isinstance(src, Tensor):
@@ -188,7 +189,7 @@ def maybe_copy_inplace(dst: object, *, src: object) -> None:
         refresh(dst, src)
 
 
-def _said(x: object) -> str:
+def _described(x: object) -> str:
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else ""
 
 
@@ -212,12 +213,13 @@ def prepared(
             f"{layout.context} positions of Layout.context."
         )
     device = batch.req_to_token.device
-    if out is not None:
+    if out is None:
+        out = empty(layout, rows, device)
+    else:
         _check_made_for(out, layout, rows, device)
-    md = empty(layout, rows, device) if out is None else out
-    md.num_token_non_padded = tokens
-    _forget_step(md)
-    return md
+    out.num_token_non_padded = tokens
+    _forget_step(out)
+    return out
 
 
 def _forget_step(md: DSV4Metadata) -> None:

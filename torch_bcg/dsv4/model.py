@@ -3,11 +3,14 @@
 P rows a step, one for each token and some that belong to nobody. A layer is one recorded segment up
 to its attention: projections, the store of keys, compressors and the indexer; attention itself is
 `deepseek_v4_attention_with_output`, the one marked operation; then what is left, and the experts.
+
+Source: the DeepSeek-V4 report, sections 2.1 to 2.3, as ``modeling_deepseek_v4`` of transformers
+has it; its logits are what the tests compare with.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +21,12 @@ from torch_bcg.dsv4.attention import deepseek_v4_attention_with_output
 from torch_bcg.dsv4.compressor import compress_, write_state
 from torch_bcg.dsv4.configuration import Branch, DSV4Config
 from torch_bcg.dsv4.experts import Experts, Router
+from torch_bcg.dsv4.fields import CompressorPrefillPlan
 from torch_bcg.dsv4.hyper import HyperConnection, HyperHead, expanded, normed
 from torch_bcg.dsv4.indexer import select
-from torch_bcg.dsv4.metadata import CompressorPrefillPlan, DSV4Metadata
+from torch_bcg.dsv4.metadata import DSV4Metadata
 from torch_bcg.dsv4.pools import LayerPools, Pools
-from torch_bcg.dsv4.rotary import Rotary, rotate_
-
-
-class Turns(NamedTuple):
-    """Cosines and sines [P, rope_dim / 2] of a step's positions."""
-
-    cos: Tensor
-    sin: Tensor
+from torch_bcg.dsv4.rotary import Rotary, Turns, rotate_
 
 
 class Norm(nn.Module):
@@ -101,7 +98,7 @@ class Indexer(nn.Module):
             x: [P, D].
             low: [P, q_lora_rank].
             turns: of the rows.
-            pools: of the layer.
+            pools: of the layer; keys and key_ring are written.
         """
         md = torch_bcg.current_metadata(DSV4Metadata)
         core, indexer = md.core_attn_metadata, md.indexer_metadata
@@ -215,8 +212,7 @@ class DeepseekV4(nn.Module):
         """int64 [P] -> [P, D]; rows that belong to nobody hold anything."""
         positions = torch_bcg.current_metadata(DSV4Metadata).core_attn_metadata.positions_casual
         x = self.embedding(input_ids)
-        main = Turns(*self.main(positions, x.dtype))
-        compress = Turns(*self.compress(positions, x.dtype))
+        main, compress = self.main(positions, x.dtype), self.compress(positions, x.dtype)
         streams = x.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         for layer, branch, mine in zip(
             self.layers, self.config.branches, pools.layers, strict=True

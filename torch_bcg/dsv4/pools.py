@@ -14,10 +14,11 @@ class LayerPools(nn.Module):
 
     Attributes:
         swa: [slots, head_dim], a key, which is the value as well, for each token.
-        entries: [entries, head_dim], of the compressed branch.
-        ring: float32 [state rows, ...], projections that the next entries need, see `compressor`.
-        keys: [entries, index_head_dim], of the indexer, and its ring.
-        key_ring: float32 [state rows, ...].
+        entries: [slots / ratio, head_dim], of the compressed branch; none in a ``swa`` layer.
+        ring: float32 [state rows, 2 or, of ``c4``, 4 x head_dim], projections that the next entries
+            need, see `torch_bcg.dsv4.compressor`; where entries are.
+        keys: [slots / ratio, index_head_dim], of the indexer; in a ``c4`` layer alone.
+        key_ring: float32 [state rows, 4 x index_head_dim], what ring is to entries.
     """
 
     swa: Tensor
@@ -53,7 +54,7 @@ class LayerPools(nn.Module):
 
 
 class Pools(nn.Module):
-    """Of all layers, and the tables that say where requests have their tokens.
+    """Those of all layers, and the tables that say where requests have their tokens.
 
     Args:
         config: of the model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_bcg.dsv4.engine import Engine
+from torch_bcg.dsv4.fields import ExtendBatch
 from torch_bcg.dsv4.layout import Layout
-from torch_bcg.dsv4.metadata import ExtendBatch
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
 
@@ -58,15 +59,14 @@ def run_requests(
     if not prompts:
         return []
     layout = model.config.layout(max(map(len, prompts)), min(AT_A_TIME, len(prompts)))
-    engine = Engine(model, layout, backend, options)
     requests = [Request(ids, len(ids)) for ids in prompts]
-    scheduler = Scheduler(requests, layout)
     rows: dict[int, list[Tensor]] = {id(r): [] for r in requests}
-    while works := scheduler.step(engine.pools, chunk_size):
-        logits = model.logits(engine.step(*inputs(works, engine.pools)))
-        for work, mine in zip(works, logits.split([w.tokens for w in works]), strict=True):
-            rows[id(work.request)].append(mine)
-    engine.close()
+    scheduler = Scheduler(requests, layout)
+    with contextlib.closing(Engine(model, layout, backend, options)) as engine:
+        while works := scheduler.step(engine.pools, chunk_size):
+            logits = model.logits(engine.step(*inputs(works, engine.pools)))
+            for work, mine in zip(works, logits.split([w.tokens for w in works]), strict=True):
+                rows[id(work.request)].append(mine)
     return [torch.cat(rows[id(r)]) for r in requests]
 
 
@@ -140,10 +140,10 @@ class Scheduler:
 
         Args:
             pools: of the engine.
-            most: tokens of the step.
+            most: tokens of the step, from 1 up.
         """
-        self.leave()
-        self.arrive(1 if self.running else 2)
+        self._leave()
+        self._arrive(1 if self.running else 2)
         works: list[Work] = []
         order = sorted(self.running, key=lambda r: r.done < r.prompt)
         for i, r in enumerate(order):
@@ -153,11 +153,11 @@ class Scheduler:
                 works.append(Work(r, r.done, r.done + tokens))
                 most -= tokens
                 r.done += tokens
-                self.map(r, pools)
+                self._map(r, pools)
         self.running = self.running[1:] + self.running[:1]  # who is first gets the larger share
         return works
 
-    def arrive(self, most: int) -> None:
+    def _arrive(self, most: int) -> None:
         """Lets waiting requests in, while there is a slot."""
         while self.waiting and self.slots and most:
             r = self.waiting.popleft()
@@ -165,7 +165,7 @@ class Scheduler:
             self.running.append(r)
             most -= 1
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Gives back what requests had that are done; what is stored there stays."""
         for r in [r for r in self.running if r.done == len(r.ids)]:
             self.running.remove(r)
@@ -173,7 +173,7 @@ class Scheduler:
             self.pages += r.pages
             self.swa_pages.extend(self.swa_of.pop(page) for page in r.pages)
 
-    def map(self, r: Request, pools: Pools) -> None:
+    def _map(self, r: Request, pools: Pools) -> None:
         """Gives a request pages for the tokens that it has now."""
         size = self.layout.page_size
         while len(r.pages) * size < r.done:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 
+class Turns(NamedTuple):
+    """Cosines and sines of positions, [P, rope_dim / 2] each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Rotary(nn.Module):
-    """Cosines and sines of positions.
+    """The turns of positions.
 
     Args:
         inv_freq: float32 [rope_dim / 2], radians per position.
@@ -26,10 +35,16 @@ class Rotary(nn.Module):
         """Plain: channel pair i turns by ``theta ** (-2 i / rope_dim)`` a position."""
         return cls(theta ** -(torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim))
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Integers [P] -> cosines and sines, [P, rope_dim / 2] each, rounded to ``dtype``."""
-        angles = positions[:, None].float() * self.inv_freq
-        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Turns:
+        """Of integers [P], rounded to ``dtype``."""
+        cos, sin = turns_of(positions, self.inv_freq, self.scaling)
+        return Turns(cos.to(dtype), sin.to(dtype))
+
+
+def turns_of(positions: Tensor, inv_freq: Tensor, scaling: float) -> Turns:
+    """Of integers [P], in float32; `Rotary` says what the others are."""
+    angles = positions[:, None].float() * inv_freq
+    return Turns(angles.cos() * scaling, angles.sin() * scaling)
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,9 +53,12 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     In place since most of a head does not rotate. Minus ``sin`` turns back.
 
     Args:
-        x: [P, ..., head_dim], nobody else's.
+        x: [P, ..., head_dim] of any float dtype, written; nobody else's.
         cos: [P, rope_dim / 2].
         sin: [P, rope_dim / 2].
+
+    Returns:
+        ``x``.
     """
     rope = x[..., -2 * cos.shape[-1] :].unflatten(-1, (-1, 2))
     for _ in range(x.dim() - 2):

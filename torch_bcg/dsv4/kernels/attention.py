@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["CONFIGS", "SMALL", "Config", "config_of", "sparse_attention"]
-
 
 class Config(NamedTuple):
     """How one program works.
@@ -64,15 +62,9 @@ def config_of(rows: int, heads: int, row_bytes: int) -> Config:
 
 @triton.jit
 def _slots(
-    block,
-    swa_blocks,
-    swa_indices,
-    swa_length,
-    extra_indices,
-    extra_length,
-    HAS_EXTRA: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    block, swa_blocks, swa_indices, swa_length, extra_indices, extra_length,
+    HAS_EXTRA: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Slots of a block of keys: int32 [BLOCK_N], -1 is masked. Past the last block all are."""
     indices = swa_indices
     length = swa_length
@@ -88,34 +80,13 @@ def _slots(
 
 @triton.jit
 def _attend(
-    q,
-    swa,
-    swa_indices,
-    swa_lengths,
-    extra,
-    extra_indices,
-    extra_lengths,
-    sinks,
-    out,
-    scale,
-    q_row,
-    q_head,
-    out_row,
-    out_head,
-    swa_row,
-    extra_row,
-    swa_index_row,
-    extra_index_row,
-    swa_width,
-    extra_width,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Programs of one row stand side by side, since they read the same keys."""
+    q, swa, swa_indices, swa_lengths, extra, extra_indices, extra_lengths, sinks, out, scale,
+    q_row, q_head, out_row, out_head, swa_row, extra_row,
+    swa_index_row, extra_index_row, swa_width, extra_width,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HAS_EXTRA: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one row. Programs of a row stand side by side: they read the same keys."""
     LOG2E: tl.constexpr = 1.4426950408889634
     blocks_h: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     row = (tl.program_id(0) // blocks_h).to(tl.int64)
@@ -160,15 +131,9 @@ def _attend(
         else:
             keys = tl.load(at, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
         slots = _slots(
-            block + 1,
-            swa_blocks,
-            swa_indices,
-            swa_length,
-            extra_indices,
-            extra_length,
-            HAS_EXTRA,
-            BLOCK_N,
-        )
+            block + 1, swa_blocks, swa_indices, swa_length, extra_indices, extra_length,
+            HAS_EXTRA, BLOCK_N,
+        )  # fmt: skip
         weights = tl.zeros([BLOCK_H, BLOCK_N], dtype=keys.dtype)
         shrink = tl.zeros([BLOCK_H], dtype=tl.float32)
         # Always so. Of two products in a chain Triton gives every warp whole rows of the first,
@@ -203,7 +168,7 @@ def sparse_attention(
     out: Tensor,
     config: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """Attention of every row over the pool rows that it lists, in one launch.
+    """Launches it; see `torch_bcg.dsv4.attention.sparse_attention_reference` for the formula.
 
     Deterministic; the config, and with it the rounding, depends on the number of rows.
 

@@ -9,31 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["compress_"]
-
 ITEMS = 16  # of a window, read at a time: 64 KB in flight with 512 channels
 CHANNELS_A_WARP = 64
 
 
 @triton.jit
 def _pool(
-    projected,
-    ring,
-    bias,
-    projected_row,
-    ring_row,
-    seq_len,
-    ragged_id,
-    buffer_len,
-    page_0,
-    page_1,
-    d,
-    RATIO: tl.constexpr,
-    DIM: tl.constexpr,
-    OVERLAPPING: tl.constexpr,
-    ITEMS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    projected, ring, bias, projected_row, ring_row,
+    seq_len, ragged_id, buffer_len, page_0, page_1, d,
+    RATIO: tl.constexpr, DIM: tl.constexpr, OVERLAPPING: tl.constexpr,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """The window's kv, each channel averaged by the softmax of its scores: [BLOCK_D]."""
     WINDOW: tl.constexpr = 2 * RATIO if OVERLAPPING else RATIO
     HALF: tl.constexpr = 2 * DIM if OVERLAPPING else DIM  # channels of kv, and of scores
@@ -42,14 +28,14 @@ def _pool(
     acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, WINDOW, ITEMS):
         o = first + tl.arange(0, ITEMS)
-        in_last = o  # place in its own ratio of positions
-        page = tl.where(o >= 0, page_1, page_1)
-        part = tl.where(o >= 0, 0, 0)
+        place = o  # in its own ratio of positions
+        page = page_1
+        part = tl.zeros_like(o)  # first channel
         if OVERLAPPING:
-            in_last = tl.where(o < RATIO, o, o - RATIO)
+            place = tl.where(o < RATIO, o, o - RATIO)
             page = tl.where(o < RATIO, page_0, page_1)
             part = tl.where(o < RATIO, 0, DIM)
-        buffered = (page * RATIO + in_last).to(tl.int64) * ring_row
+        buffered = (page * RATIO + place).to(tl.int64) * ring_row
         fresh = (ragged_id - WINDOW + 1 + o).to(tl.int64) * projected_row
         source = tl.where(o < buffer_len, ring + buffered, projected + fresh)
         at = source[:, None] + (part[:, None] + d[None, :])
@@ -57,7 +43,7 @@ def _pool(
         read = ((o < WINDOW) & (seq_len - WINDOW + o >= 0))[:, None] & (d < DIM)[None, :]
         kv = tl.load(at, mask=read, other=0.0)
         score = tl.load(at + HALF, mask=read, other=0.0)
-        offset = in_last[:, None] * HALF + part[:, None] + d[None, :]
+        offset = place[:, None] * HALF + part[:, None] + d[None, :]
         score += tl.load(bias + offset, mask=read, other=0.0)
         score = tl.where(read, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 0))
@@ -73,26 +59,12 @@ def _pool(
 
 @triton.jit
 def _compress(
-    entries,
-    projected,
-    ring,
-    plan,
-    out_loc,
-    bias,
-    norm_weight,
-    inv_freq,
-    scaling,
-    eps,
-    entry_row,
-    projected_row,
-    ring_row,
-    RATIO: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    OVERLAPPING: tl.constexpr,
-    ITEMS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    entries, projected, ring, plan, out_loc, bias, norm_weight, inv_freq, scaling, eps,
+    entry_row, projected_row, ring_row,
+    RATIO: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, OVERLAPPING: tl.constexpr,
+    ITEMS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The entry of one record."""
     record = plan + tl.program_id(0) * 4
     seq_len = tl.load(record)
     if seq_len < 0:  # no record: 0xFFFFFFFF
@@ -104,23 +76,10 @@ def _compress(
     page_1 = tl.load(record + 3)
     d = tl.arange(0, BLOCK_D)
     pooled = _pool(
-        projected,
-        ring,
-        bias,
-        projected_row,
-        ring_row,
-        seq_len,
-        ragged_id,
-        buffer_len,
-        page_0,
-        page_1,
-        d,
-        RATIO,
-        DIM,
-        OVERLAPPING,
-        ITEMS,
-        BLOCK_D,
-    )
+        projected, ring, bias, projected_row, ring_row,
+        seq_len, ragged_id, buffer_len, page_0, page_1, d,
+        RATIO, DIM, OVERLAPPING, ITEMS, BLOCK_D,
+    )  # fmt: skip
     variance = tl.sum(pooled * pooled, 0) / DIM
     normed = pooled * (1.0 / tl.sqrt(variance + eps))
     normed *= tl.load(norm_weight + d, mask=d < DIM, other=0.0)

@@ -10,11 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["select"]
-
-PROGRAMS = (
-    1024  # rows are shared among about as many: some programs for each of 132 multiprocessors
-)
+PROGRAMS = 1024  # rows are shared among about as many: some for each of 132 multiprocessors
 SCORED = 64  # entries that are multiplied at a time: M of one wgmma, a page of the usual layout
 SCORED_FLOAT32 = 16  # there are no wgmma for these: a larger tile leaves the registers
 SCORE_WARPS = 4  # one warpgroup
@@ -32,23 +28,11 @@ def _slot_of(table, entry, valid, PAGE: tl.constexpr):
 
 @triton.jit
 def _score(
-    q,
-    weights,
-    keys,
-    page_table,
-    lengths,
-    scores,
-    scale,
-    key_row,
-    columns,
-    PAGE: tl.constexpr,
-    TOPK: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    q, weights, keys, page_table, lengths, scores, scale, key_row, columns,
+    PAGE: tl.constexpr, TOPK: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Scores of a row's entries, float32, by number of entry."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(lengths + row), columns * PAGE)
     # Nobody looks at the scores of a row that takes all of its entries.
@@ -86,18 +70,11 @@ def _key_of(scores, e, valid):
 
 @triton.jit
 def _select(
-    scores,
-    page_table,
-    lengths,
-    slots,
-    entries,
-    columns,
-    PAGE: tl.constexpr,
-    TOPK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
+    scores, page_table, lengths, slots, entries, columns,
+    PAGE: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """A row's picks from its scores; the whole width of both results is written."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.minimum(tl.load(lengths + row), columns * PAGE)
     all_taken = length <= TOPK

@@ -10,16 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "count_records",
-    "requests_of",
-    "write_heavy",
-    "write_numbers",
-    "write_pages",
-    "write_plan",
-    "write_window",
-]
-
 COLUMNS = tl.constexpr(512)  # of a table at a time, at most
 REQUESTS = tl.constexpr(512)  # at a time, in sums over all of them
 
