@@ -129,7 +129,7 @@ def test_the_text_of_the_demo(capsys):
     assert "rows" in out
     (steps,) = re.findall(r"^steps: (\d+) prefill, (\d+) mixed, (\d+) decode$", out, re.MULTILINE)
     assert sum(map(int, steps)) == 8
-    assert "coverage: 100% of calls" in out
+    assert "size apart: 100% of calls" in out
     assert out.splitlines()[-1].startswith("verdict: equal: all 8 calls agree with eager")
 
 

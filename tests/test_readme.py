@@ -116,6 +116,15 @@ def test_requests_of_a_converted_model_run():
         torch.testing.assert_close(mine, want, rtol=0, atol=1e-4)
 
 
+def test_the_engine_of_the_docs_runs(capsys):
+    text = (ROOT / "docs" / "deepseek_v4.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    names = {}
+    exec(compile(shown, "deepseek_v4.md", "exec"), names)
+    assert names["logits"].shape == (1, 128)
+    assert "dsv4::attention_with_output" in capsys.readouterr().out
+
+
 def test_the_anchors_are_there():
     anchors = [target[1:] for _, target in LINKS if target.startswith("#")]
     heads = re.findall(r"^## (.*)$", README, flags=re.MULTILINE)

@@ -85,18 +85,18 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=BUILT_IN,
         help="%(default)s is built in and runs mixed steps; the others are those of transformers",
     )
-    parser.add_argument("--layers", type=_positive, default=4, metavar="N")
+    parser.add_argument("--layers", type=_positive, default=4, metavar="N", help="%(default)s")
     parser.add_argument(
         "--lengths",
         type=_length,
         nargs="+",
         default=[16, 48, 96],
         metavar="L",
-        help="most tokens of a step, or the tokens of a call, in turn",
+        help="tokens of one call (at most, of a step), each in turn; 16 48 96",
     )
-    parser.add_argument("--calls", type=_calls, default=8, metavar="N", help="calls a length")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calls", type=_calls, default=8, metavar="N", help="of each length; 8")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens; %(default)s")
     _add_output(parser)
     parser.set_defaults(run=_demo)
 

@@ -45,7 +45,8 @@ class Stats:
         eager_calls: Calls whose segments ran unrecorded, by the text of the reason.
         kernels: Kernels of replayed calls and eager calls, recorded or not.
         recorded_kernels: Those of ``kernels`` that a recording replayed.
-        copied_bytes: Bytes copied in, across cuts, back and out by replays.
+        copied_bytes: Bytes copied in, across cuts, back and out by replays; arguments that are the
+            slots themselves are counted as well.
         rows: Rows of replayed calls and eager calls, of graphs with a padded size.
         replayed_rows: Those of ``rows`` that a program replayed.
         pad_rows: Rows replayed only to fill a padded size.

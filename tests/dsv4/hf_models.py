@@ -63,7 +63,12 @@ CONFIGS = {
         "scoring_func": "sigmoid",
         "num_experts_per_tok": 3,
     },
-    "the window alone": {"layer_types": [SWA] * 3, "num_hidden_layers": 3, "mlp_bias": True},
+    "the window alone": {
+        "layer_types": [SWA] * 3,
+        "num_hidden_layers": 3,
+        "mlp_bias": True,
+        "compress_rates": {},
+    },
 }
 LENGTHS = (3, 4, 5, 127, 128, 129, 255, 256, 257)
 FEW = (5, 129, 3, 21, 40, 9)  # more than run at a time: slots and pages have several owners

@@ -67,7 +67,9 @@ def test_derived_and_declared(device, declared):
         f"{'unread' if not f.why else ''}".rstrip()
         for name, f in fields.items()
     )
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 core_attn.page_size                      FOLLOWS  EQUAL    unread
 core_attn.index_topk                     FOLLOWS  EQUAL
 core_attn.raw_out_loc                    REBIND   COPY     unread
@@ -105,7 +107,8 @@ c128_compress.compress_ratio             FOLLOWS  EQUAL    unread
 c128_compress.plan_c                     COPY     COPY
 c128_compress.plan_w                     COPY     COPY
 sparse_prefill_cache                     REBIND   REBIND   unread
-num_token_non_padded                     FOLLOWS  -""")
+num_token_non_padded                     FOLLOWS  -""",
+    )
 
 
 def test_kinds_as_declared(device):

@@ -5,7 +5,7 @@ import torch
 
 import torch_bcg
 from dsv4 import hf_models
-from torch_bcg.dsv4 import Engine, convert_from_transformers
+from torch_bcg.dsv4 import DSV4Config, Engine, convert_from_transformers, random_model
 from torch_bcg.dsv4.requests import Request, Scheduler, inputs
 from twin import counted
 
@@ -102,3 +102,43 @@ def test_after_a_reset(device, model):
     torch_bcg.reset()
     for most in (12, 4, 9, 3):
         same(sides, most)
+
+
+def test_more_engines_than_dynamo_keeps_graphs_of_one_code(device):
+    """Each of another shape, all of them compiled."""
+    for i in range(10):
+        config = DSV4Config.tiny(
+            1,
+            branches=("swa",),
+            hc_mult=1,
+            hc_sinkhorn_iters=1,
+            hidden_size=32 + 4 * i,
+            window=9 + i,
+        )
+        model = random_model(config, device, torch.float32)
+        sides = pair(model, (20, 9))
+        with counted() as counts:
+            for most in (12, 12, 4):
+                same(sides, most)
+        assert counts.replays >= 1
+        sides[1].engine.close()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context", "pages", "most", "said"),
+    [
+        ((300,), 256, None, 8, "request of 300 tokens, a layout of 256 positions"),
+        ((200, 200), 256, 1, 256, "no page is free of the 1 that requests can have"),
+        ((5,), 256, None, 0, "most is 0; expected 1 or more"),
+    ],
+)
+def test_misuse_of_a_scheduler(model, lengths, context, pages, most, said):
+    layout = model.config.layout(context, 2, pages)
+    pools = Engine(model, layout).pools
+    with pytest.raises(ValueError, match=said):
+        Scheduler([Request([1] * n, n) for n in lengths], layout).step(pools, most)
+
+
+def test_a_layout_for_nobody(model):
+    with pytest.raises(ValueError, match="requests 0; expected 1 or more"):
+        model.config.layout(256, 0)

@@ -72,19 +72,43 @@ def test_no_prompt():
     ("prompts", "chunk_size", "said"),
     [
         ([[1], []], 4, r"prompts\[1\] is empty"),
-        ([[1, 97]], 4, r"prompts\[0\].*out of range"),
+        ([[1, 97]], 4, r"prompts\[0\] has the token 97; .*from 0 to 96"),
+        ([[1.5]], 4, r"prompts\[0\] has the token 1.5"),
+        ([1, 2], 4, r"prompts\[0\] is a int; expected a list of token ids"),
+        (torch.ones(1, 2), 4, r"prompts\[0\] is a Tensor"),
         ([[1]], 0, "chunk_size is 0"),
+        ([[1]], "4", "chunk_size is '4'; expected an int from 1 up"),
     ],
 )
 def test_misuse_of_run_requests(prompts, chunk_size, said):
+    model = convert_from_transformers(hf_models.model("yarn"))
     with pytest.raises(ValueError, match=said):
-        run_requests(
-            convert_from_transformers(hf_models.model("yarn")), prompts, chunk_size=chunk_size
-        )
+        run_requests(model, prompts, chunk_size=chunk_size)
 
 
-def test_an_activation_that_is_not_there():
+def test_options_without_a_backend():
+    model = convert_from_transformers(hf_models.model("yarn"))
+    with pytest.raises(ValueError, match="or None without options"):
+        run_requests(model, [[1]], chunk_size=1, options={"buckets": "ladder"})
+    with pytest.raises(ValueError, match="backend is 'aot_eager'"):
+        run_requests(model, [[1]], chunk_size=1, backend="aot_eager")
+
+
+def test_a_model_that_is_not_converted():
+    with pytest.raises(BCGError, match="DeepseekV4ForCausalLM cannot be run here") as e:
+        run_requests(hf_models.model("yarn"), [[1]], chunk_size=1)
+    assert "convert_from_transformers" in str(e.value)
+
+
+def test_what_cannot_be_converted():
     hf = copy.deepcopy(hf_models.model("yarn"))
+    for other in (hf.model, torch.nn.Linear(2, 2)):
+        with pytest.raises(BCGError, match="cannot be converted"):
+            convert_from_transformers(other)
+    hf.model.rotary_emb.rope_type["compress"] = "dynamic"  # follows the length of a call
+    with pytest.raises(BCGError, match="rope_type") as e:
+        convert_from_transformers(hf)
+    assert "yarn" in str(e.value)
     hf.config.hidden_act = "gelu"
     with pytest.raises(BCGError, match="hidden_act") as e:
         convert_from_transformers(hf)

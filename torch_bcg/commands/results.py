@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torch_bcg import __version__
 from torch_bcg.counters import Stats
 from torch_bcg.graph.ir import Plan
 
@@ -120,7 +121,7 @@ class Result:
             "graphs": [_figures(plan) for plan in self.plans],
             "rows": [asdict(row) for row in self.rows],
             "stats": asdict(self.counted),
-            "versions": {"torch": torch.__version__},
+            "versions": {"torch": torch.__version__, "torch_bcg": __version__},
         }
         return json.dumps(whole, indent=1)
 

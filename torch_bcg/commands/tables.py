@@ -57,7 +57,8 @@ def show(result: Result) -> None:
     covered = result.counted.coverage
     console.print(
         f"first call (compile, probe, capture): {result.first_ms / 1e3:.1f} s\n"
-        f"coverage: {covered.calls:.0%} of calls, {covered.kernels:.0%} of their kernels replayed"
+        f"coverage, first calls of a size apart: {covered.calls:.0%} of calls, "
+        f"{covered.kernels:.0%} of their kernels replayed"
     )
     if asked.dump:
         console.print(f"dumped to {asked.dump}", markup=False)

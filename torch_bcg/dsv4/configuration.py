@@ -86,10 +86,18 @@ class DSV4Config:
         """The layout of an engine.
 
         Args:
-            context: most positions of a request; rounded up to whole pages.
-            requests: most requests at a time.
-            pages: full pages in all; None: as many as all of these requests can fill.
+            context: most positions of a request, from 1 up; rounded up to whole pages.
+            requests: most requests at a time, from 1 up; the reserved slot comes to them.
+            pages: that requests can fill together; the reserved one comes to them. None: as many as
+                all of these requests have at their longest.
+
+        Raises:
+            ValueError: ``context`` or ``requests`` is less than 1.
         """
+        if context < 1 or requests < 1:
+            raise ValueError(
+                f"DSV4Config.layout: context is {context}, requests {requests}; expected 1 or more."
+            )
         width = -(-context // self.page_size)
         return Layout(
             context=width * self.page_size,

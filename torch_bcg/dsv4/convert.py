@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -19,17 +19,31 @@ _BRANCHES: dict[str, Branch] = {
     "heavily_compressed_attention": "c128",
 }
 
+# Others have frequencies that follow the length of a call, so of each prompt by itself.
+_FIXED_ROTARIES = ("default", "linear", "yarn", "llama3")
+
 
 def convert_from_transformers(hf_model: Any) -> DeepseekV4:
     """The model here that gives the logits of a ``transformers.DeepseekV4ForCausalLM``.
 
     Weights of the same layout are not copied: both models share them, on the device and in the
-    dtype that they have. Norms, hyper-connections, sinks and biases are float32. Rotary frequencies
-    are taken as loaded, so scaled ones (YaRN) come along.
+    dtype that they have; the others do not follow, so convert again after changing any. Norms,
+    hyper-connections, sinks and biases are float32. Rotary frequencies are taken as loaded, so
+    scaled ones (YaRN) come along.
 
     Raises:
-        BCGError: the configuration asks for an activation or scoring that is not there.
+        BCGError: no such model, or its configuration asks for an activation, a scoring or rotary
+            frequencies that are not there.
     """
+    kind = getattr(getattr(hf_model, "config", None), "model_type", type(hf_model).__name__)
+    if kind != "deepseek_v4" or not hasattr(hf_model, "lm_head"):
+        raise BCGError(
+            f"A {type(hf_model).__name__} cannot be converted.",
+            where="convert_from_transformers",
+            expected="a transformers.DeepseekV4ForCausalLM",
+            found=f"{type(hf_model).__name__}, of kind {kind}",
+            fix="Give the whole model, with its head.",
+        )
     config = _config_of(hf_model.config)
     inner = hf_model.model
     with torch.device("meta"):
@@ -40,8 +54,8 @@ def convert_from_transformers(hf_model: Any) -> DeepseekV4:
 
 def _config_of(hf: Any) -> DSV4Config:
     """Sizes of a ``transformers.DeepseekV4Config``."""
-    _check(hf, "hidden_act", ("silu",))
-    _check(hf, "scoring_func", get_args(Score))
+    _check_is("hidden_act", hf.hidden_act, ("silu",))
+    _check_is("scoring_func", hf.scoring_func, get_args(Score))
     return DSV4Config(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -60,8 +74,8 @@ def _config_of(hf: Any) -> DSV4Config:
         num_experts=hf.n_routed_experts,
         num_experts_per_tok=hf.num_experts_per_tok,
         window=hf.sliding_window,
-        c4_ratio=hf.compress_rates["compressed_sparse_attention"],
-        c128_ratio=hf.compress_rates["heavily_compressed_attention"],
+        c4_ratio=hf.compress_rates.get("compressed_sparse_attention", 4),
+        c128_ratio=hf.compress_rates.get("heavily_compressed_attention", 128),
         scoring=hf.scoring_func,
         routed_scaling_factor=hf.routed_scaling_factor,
         swiglu_limit=hf.swiglu_limit,
@@ -75,20 +89,22 @@ def _config_of(hf: Any) -> DSV4Config:
     )
 
 
-def _check(hf: Any, name: str, known: tuple[str, ...]) -> None:
-    if getattr(hf, name) not in known:
+def _check_is(name: str, found: str, known: Sequence[str]) -> None:
+    if found not in known:
         raise BCGError(
             f"This DeepSeek-V4 cannot be converted: {name}.",
             where="convert_from_transformers",
             expected=" or ".join(known),
-            found=str(getattr(hf, name)),
-            fix="Convert a model with one of these; the published ones have the first.",
+            found=found,
+            fix="Convert a model with one of these; the published ones have them.",
         )
 
 
 def _rotary(inner: Any, label: str) -> Rotary:
+    _check_is("rope_type", inner.rotary_emb.rope_type[label], _FIXED_ROTARIES)
     frequencies: Tensor = getattr(inner.rotary_emb, f"{label}_inv_freq")
-    return Rotary(frequencies.float(), getattr(inner.rotary_emb, f"{label}_attention_scaling"))
+    scaling = getattr(inner.rotary_emb, f"{label}_attention_scaling")
+    return Rotary(frequencies.detach().float().clone(), scaling)
 
 
 def _weights(hf_model: Any, config: DSV4Config) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,8 @@ built straight into them.
 
 from __future__ import annotations
 
+import itertools
+import types
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -21,6 +23,7 @@ from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.metadata import DSV4Metadata
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
+from torch_bcg.errors import BCGError
 from torch_bcg.graph.buckets import LADDER
 
 
@@ -36,24 +39,41 @@ class Body(nn.Module):
         return cast("Tensor", self.model(input_ids, self.pools))
 
 
+_numbers = itertools.count()
+
+
+def _body_of(model: DeepseekV4, pools: Pools) -> Body:
+    """A body whose code nobody else has.
+
+    Dynamo keeps graphs by code object, eight of them at most, and what it learned of their sizes by
+    name: engines would share both, and the ninth would silently not be compiled.
+    """
+    plain = Body.forward
+    code = plain.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    forward = types.FunctionType(code, plain.__globals__)
+    own: type[Body] = type(Body.__name__, (Body,), {"forward": forward})
+    return own(model, pools)
+
+
 class Engine:
     """A model with memory for the requests of one layout.
 
-    One step runs at a time, whatever the number of engines: programs of one graph share the memory
-    in which metadata lies.
+    One step runs at a time, of all engines: its metadata is bound. Engines that are open together
+    have one page size and one ``index_topk``: these are declared equal in all calls.
 
     Args:
         model: stays as it is; its device and dtype are those of everything here.
         layout: how much memory there is, and for what.
-        backend: of `torch.compile`; None: eager, every step at its own number of rows.
+        backend: ``"bcg"``; None: eager, every step at its own number of rows.
         options: of the backend. ``buckets`` are sizes that steps are brought up to here; a step
-            above them, and every step without them, has a program of its own size.
+            above them, and every step without them, has a program of its own size. Other options
+            of padding do nothing here.
 
     Attributes:
         pools: the memory.
         layout, model, backend: as given.
         sizes: that steps are brought up to, ascending; empty: none is.
-        compiled: what a step calls, compiled or not.
+        compiled: what a step calls, compiled or not; `torch_bcg.explain` and `programs` take it.
         kept: by number of rows, metadata whose tensors the program of that size reads.
     """
 
@@ -64,20 +84,24 @@ class Engine:
         backend: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        check_model(model)
+        if backend not in (None, "bcg") or (options and backend is None):
+            raise ValueError(
+                f"Engine: backend is {backend!r}, options are {options!r}; expected 'bcg', or None "
+                "without options. Others may delay what the indexer writes until attention read it."
+            )
         weight = model.embedding.weight
         self.layout, self.model = layout, model
         self.pools = Pools(model.config, layout, weight.device, weight.dtype)
-        body = Body(model, self.pools)
+        body = _body_of(model, self.pools)
         self.sizes: tuple[int, ...] = ()
         self.compiled: Any = body
-        if backend == "bcg":
+        if backend is not None:
             given = torch_bcg.Options.make(options)
             self.sizes = LADDER if given.buckets == "ladder" else given.buckets or ()
             programs = max(given.max_programs, len(self.sizes))
-            options = {**(options or {}), "buckets": None, "max_programs": programs}
-        if backend is not None:
-            made = dict(options or {})
-            self.compiled = torch.compile(body, backend=backend, options=made)
+            mine = {**(options or {}), "buckets": None, "max_programs": programs}
+            self.compiled = torch.compile(body, backend=backend, options=mine)
         self.backend = backend
         self.kept: dict[int, DSV4Metadata] = {}
 
@@ -109,7 +133,7 @@ class Engine:
         return hidden[:tokens]
 
     def close(self) -> None:
-        """Frees what was recorded; engines of the same class record again when they are called."""
+        """Frees what was recorded; a step after that records again."""
         self.kept.clear()
         if self.backend == "bcg":
             torch_bcg.reset(self.compiled)
@@ -121,12 +145,28 @@ class Engine:
     def _keep(self, rows: int, md: DSV4Metadata) -> None:
         """From now on the metadata of a size lies where the program reads it that has just run.
 
-        Other engines have programs of this size as well: the last one used comes first.
+        There may be programs of other weights of this size as well: the last one used comes first.
         """
         programs = torch_bcg.programs(self.compiled)
         mine = next((p for p in programs if rows in p.sizes.values()), None)
         if mine is not None:
             self.kept[rows] = mine.captured(md)
+
+
+def check_model(model: object) -> None:
+    """Refuses what is no model of this package.
+
+    Raises:
+        BCGError: it is not, with what to do.
+    """
+    if not isinstance(model, DeepseekV4):
+        raise BCGError(
+            f"A {type(model).__name__} cannot be run here.",
+            where="torch_bcg.dsv4",
+            expected="a torch_bcg.dsv4.DeepseekV4",
+            found=type(model).__name__,
+            fix="Give torch_bcg.dsv4.convert_from_transformers(model), of a DeepseekV4ForCausalLM.",
+        )
 
 
 def _recorded() -> int:

@@ -184,21 +184,19 @@ class Layer(nn.Module):
 
 
 class DeepseekV4(nn.Module):
-    """Tokens of one step -> what the vocabulary is read from; the step is the `DSV4Metadata` bound.
+    """Tokens of one step -> what logits are made from; the step is the `DSV4Metadata` bound.
+
+    Its weights are undefined: `convert_from_transformers` and `random_model` give some.
 
     Args:
         config: sizes.
-        main: of layers without a compressed branch; None: plain, by the configuration.
+        main: of layers without a compressed branch.
         compress: of the others.
     """
 
-    def __init__(
-        self, config: DSV4Config, main: Rotary | None = None, compress: Rotary | None = None
-    ) -> None:
+    def __init__(self, config: DSV4Config, main: Rotary, compress: Rotary) -> None:
         super().__init__()
-        self.config = config
-        self.main = main or Rotary.of(config.rope_theta, config.rope_dim)
-        self.compress = compress or Rotary.of(config.compress_rope_theta, config.rope_dim)
+        self.config, self.main, self.compress = config, main, compress
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, i, self.main if branch == "swa" else self.compress)

@@ -6,12 +6,13 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_bcg.dsv4.engine import Engine
+from torch_bcg.dsv4.engine import Engine, check_model
 from torch_bcg.dsv4.fields import ExtendBatch
 from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.model import DeepseekV4
@@ -36,26 +37,24 @@ def run_requests(
 
     Args:
         model: see `convert_from_transformers`.
-        prompts: token ids; none is empty.
+        prompts: lists of token ids; none is empty.
         chunk_size: most tokens of a step, from 1 up.
-        backend: ``"bcg"`` compiles; None runs eagerly.
+        backend: ``"bcg"`` compiles, for this call; keep an `Engine` for many. None runs eagerly.
         options: of the backend, see `Engine`.
 
     Returns:
-        For each prompt float32 ``[len(prompt), vocabulary]``, on the model's device.
+        For each prompt float32 ``[len(prompt), vocabulary]``, on the model's device: row i says
+        what follows its token i. Nothing is sampled.
 
     Raises:
         ValueError: an empty prompt, a token id that is none, or a chunk size below 1.
+        BCGError: see `Engine`.
     """
-    vocabulary = model.config.vocab_size
+    check_model(model)
     for i, prompt in enumerate(prompts):
-        if not prompt or not all(0 <= token < vocabulary for token in prompt):
-            raise ValueError(
-                f"run_requests: prompts[{i}] is empty or holds a token id out of range; expected at"
-                f" least one, each from 0 to {vocabulary - 1}."
-            )
-    if chunk_size < 1:
-        raise ValueError(f"run_requests: chunk_size is {chunk_size}; expected 1 or more.")
+        _check_prompt(i, prompt, model.config.vocab_size)
+    if not isinstance(chunk_size, Integral) or int(chunk_size) < 1:
+        raise ValueError(f"run_requests: chunk_size is {chunk_size!r}; expected an int from 1 up.")
     if not prompts:
         return []
     layout = model.config.layout(max(map(len, prompts)), min(AT_A_TIME, len(prompts)))
@@ -68,6 +67,16 @@ def run_requests(
             for work, mine in zip(works, logits.split([w.tokens for w in works]), strict=True):
                 rows[id(work.request)].append(mine)
     return [torch.cat(rows[id(r)]) for r in requests]
+
+
+def _check_prompt(i: int, prompt: object, vocabulary: int) -> None:
+    expected = f"expected a list of token ids, each from 0 to {vocabulary - 1}"
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        found = "empty" if isinstance(prompt, (list, tuple)) else f"a {type(prompt).__name__}"
+        raise ValueError(f"run_requests: prompts[{i}] is {found}; {expected}.")
+    for token in prompt:
+        if not isinstance(token, Integral) or not 0 <= int(token) < vocabulary:
+            raise ValueError(f"run_requests: prompts[{i}] has the token {token!r}; {expected}.")
 
 
 @dataclass
@@ -123,10 +132,21 @@ class Scheduler:
     Args:
         requests: in the order in which they begin.
         layout: of the engine; page 0 and slot 0 are nobody's. All slots can be in use at a time.
+
+    Raises:
+        ValueError: a request is empty or has more tokens than ``layout.context``, or there is no
+            slot.
     """
 
     def __init__(self, requests: Iterable[Request], layout: Layout) -> None:
         self.layout, self.waiting = layout, deque(requests)
+        for r in self.waiting:
+            if not 0 < len(r.ids) <= layout.context or layout.requests < 2:
+                raise ValueError(
+                    f"Scheduler: a request of {len(r.ids)} tokens, a layout of {layout.context}"
+                    f" positions and {layout.requests} request slots; expected 1 token up to as "
+                    "many as positions, and a slot beside the reserved one."
+                )
         self.running: list[Request] = []
         self.slots = list(range(1, layout.requests))
         # Two orders, so that a full page and its page in the window's space differ in number.
@@ -141,7 +161,12 @@ class Scheduler:
         Args:
             pools: of the engine.
             most: tokens of the step, from 1 up.
+
+        Raises:
+            ValueError: ``most`` is less than 1, or requests need more pages than there are.
         """
+        if most < 1:
+            raise ValueError(f"Scheduler.step: most is {most}; expected 1 or more.")
         self._leave()
         self._arrive(1 if self.running else 2)
         works: list[Work] = []
@@ -177,6 +202,11 @@ class Scheduler:
         """Gives a request pages for the tokens that it has now."""
         size = self.layout.page_size
         while len(r.pages) * size < r.done:
+            if not self.pages:
+                raise ValueError(
+                    f"Scheduler: no page is free of the {self.layout.pages - 1} that requests can "
+                    "have. Make the layout with more pages, or with fewer requests at a time."
+                )
             page, swa = self.pages.pop(), self.swa_pages.popleft()
             self.swa_of[page] = swa
             first = len(r.pages) * size
