@@ -294,9 +294,10 @@ def test_a_pair_of_operators_in_one_segment_is_recorded(side):
     forks, joins = forking(side, joins=False), joining(side)
 
     def fn(x):
-        y = forks(x + 1)
-        z = x * 2  # meanwhile
-        return plus_one(joins(y) * z) * 3
+        a = x + 1
+        y = forks(a)
+        z = x * 2  # meanwhile, and not in the memory of a, which the other stream may still read
+        return plus_one(joins(y) * z + a) * 3
 
     compiled = check(fn, lambda i: (rows(),))
     assert marks_alone(compiled)
@@ -306,9 +307,10 @@ def across_a_cut(side):
     forks, joins = forking(side, joins=False), joining(side)
 
     def fn(x):
-        y = forks(x + 1)
+        a = x + 1
+        y = forks(a)
         z = plus_one(x)
-        return joins(y) + z
+        return joins(y) + z + a
 
     return fn
 

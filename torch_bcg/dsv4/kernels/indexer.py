@@ -83,10 +83,10 @@ def _select(
     entries += row * WIDTH
     for first in range(0, WIDTH, BLOCK_W):
         column = first + tl.arange(0, BLOCK_W)
-        taken = all_taken & (column < length)
+        taken = column < tl.where(all_taken, length, 0)
         slot = _slot_of(table, column, taken, PAGE)
         # Elsewhere the picks below fill the first TOPK columns.
-        written = (column < WIDTH) & (all_taken | (column >= TOPK))
+        written = (column < WIDTH) & (column >= tl.where(all_taken, 0, TOPK))
         tl.store(slots + column, tl.where(taken, slot, -1), mask=written)
         tl.store(entries + column, tl.where(taken, column, -1), mask=written)
     if all_taken:

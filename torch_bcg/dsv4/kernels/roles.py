@@ -31,7 +31,7 @@ def requests_of(index, req_pool, seq_lens, extends, starts, rows, tokens, reques
         half = left // 2
         r = tl.where(tl.load(starts + r + half) <= row, r + half, r)
         left -= half
-    req = tl.load(req_pool + r, mask=(row >= 0) & (tokens > 0), other=0)
+    req = tl.load(req_pool + r, mask=row < tokens, other=0)
     end = tl.load(seq_lens + r, mask=real, other=0)
     prefix = end - tl.load(extends + r, mask=real, other=0)
     length = prefix + 1 + row - tl.load(starts + r, mask=real, other=0)
