@@ -9,6 +9,7 @@ compared with what the test expects: a backend that never replays fails.
 
 import contextlib
 import copy
+import warnings
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -49,6 +50,18 @@ class Counts:
     @property
     def num_eager(self):
         return sum(self.eager_calls.values())
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    """Raises where the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the mode calls itself a prototype, once
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextlib.contextmanager

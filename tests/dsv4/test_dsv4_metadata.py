@@ -14,6 +14,7 @@ from dsv4.dsv4_batches import CLASSIC, LAYOUTS, Work, batch_of, random_works, wo
 from torch_bcg.dsv4.building import _expand_prefill_casually_vectorized, build, build_into
 from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.metadata import DSV4Metadata, OnlineDSV4Metadata, empty, match_num_queries
+from twin import no_synchronisation
 
 NOTHING = 0xFFFFFFFF
 DTYPES = {
@@ -368,11 +369,8 @@ def test_no_host_synchronisation():
     layout, batch = worked_example(device="cuda")
     build(batch, layout, 16)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         build(batch, layout, 16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_widths_are_those_of_the_engine():

@@ -17,6 +17,7 @@ from dsv4.interpreted import child
 from torch_bcg.dsv4 import building
 from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.metadata import DSV4Metadata, empty
+from twin import no_synchronisation
 
 ROUTE = {
     **LAYOUTS,
@@ -302,11 +303,8 @@ def test_one_launch_and_no_synchronisation():
     md = DSV4Metadata.create(batch, layout, 16)
     torch.cuda.synchronize()
     with torch.profiler.profile() as watched:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             DSV4Metadata.create(batch, layout, 16, md)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
     ran = [e.name for e in watched.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert ran == ["_build"]

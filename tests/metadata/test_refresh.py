@@ -14,7 +14,7 @@ import torch_bcg
 from metadata.models import Both, Core, Meta, attend, make
 from torch_bcg.errors import BCGError, BindingError
 from torch_bcg.metadata import refresh, refreshing
-from twin import counted, plus_one
+from twin import counted, no_synchronisation, plus_one
 
 ALL = {"copy": ("slots", "scale", "core.table", "bias"), "rebind": ("lengths", "core.counts"),
        "written": ("scores",), "equal": ("page_size",)}  # fmt: skip
@@ -94,12 +94,9 @@ def test_no_host_synchronisation():
     torch_bcg.register_metadata_binding(Meta, **ALL)
     captured, live = make("cuda"), make("cuda")
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for _ in range(3):
             refresh(captured, live)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_slots_are_not_copied_twice(device, monkeypatch):
