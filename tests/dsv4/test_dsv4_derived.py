@@ -35,7 +35,7 @@ def binding_of_the_model(device):
         for _ in range(4):
             engine.step(*inputs(scheduler.step(engine.pools, 7), engine.pools))
     (plan,) = torch_bcg.explain(engine.compiled).plans
-    assert [str(r.kind) for r in plan.reasons] == ["mark"] * 4
+    assert [str(r.kind) for r in plan.reasons] == ["mark"] * 3
     return next(b for b in plan.bindings if b.cls.endswith(".DSV4Metadata"))
 
 

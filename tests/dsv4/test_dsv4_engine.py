@@ -5,7 +5,7 @@ import torch
 
 import torch_bcg
 from dsv4 import hf_models
-from torch_bcg.dsv4 import DSV4Config, Engine, convert_from_transformers, random_model
+from torch_bcg.dsv4 import DSV4Config, Engine, random_model
 from torch_bcg.dsv4.requests import Request, Scheduler, inputs
 from twin import counted
 
@@ -14,7 +14,8 @@ OPTIONS = {"buckets": [4, 12], "on_eager_call": "error"}
 
 @pytest.fixture(scope="module")
 def model():
-    return convert_from_transformers(hf_models.model("short windows"))
+    config = DSV4Config.tiny(2, branches=("c4", "c128"), hc_sinkhorn_iters=1)
+    return random_model(config, "cpu", torch.float32)
 
 
 class Side:
@@ -104,9 +105,10 @@ def test_after_a_reset(device, model):
         same(sides, most)
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_more_engines_than_dynamo_keeps_graphs_of_one_code(device):
     """Each of another shape, all of them compiled."""
-    for i in range(10):
+    for i in range(4):
         config = DSV4Config.tiny(
             1,
             branches=("swa",),

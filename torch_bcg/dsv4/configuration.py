@@ -172,6 +172,7 @@ class DSV4Config:
             num_experts_per_tok=2,
             window=16,
             c128_ratio=16,
+            hc_sinkhorn_iters=3,
         )
         return replace(config, **changed)
 
