@@ -6,6 +6,7 @@ otherwise go untested, silently. `pip install -e '.[dev]'` is the way to work on
 """
 
 import filecmp
+import gc
 import importlib.util
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow, runs with --slow"))
+
+
+def pytest_collection_finish(session):
+    """What is imported stays: the collector, which tests and Dynamo keep busy, passes it by."""
+    import torch._dynamo
+    import torch._inductor
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
