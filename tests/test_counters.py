@@ -67,6 +67,9 @@ rows                             0
 replayed_rows                    0
 pad_rows                         0
 pool_bytes                       0
+inner_compilations               0
+inner_seconds                  0.0
+unfused                          0
 coverage of calls            99.8%
 coverage of rows              0.0%
 coverage of kernels          95.0%""",

@@ -17,6 +17,7 @@ def test_defaults() -> None:
         "\n".join(f"{k}={v!r}" for k, v in dataclasses.asdict(Options.make(None, {})).items()),
         """\
 mark=()
+inner='eager'
 execute='graphs'
 check=('address',)
 outputs='clone'
@@ -255,11 +256,6 @@ def test_wrong_value(name: str, value: object) -> None:
     assert caught.value.found == repr(value)
 
 
-@pytest.mark.parametrize("later", ["inner"])
-def test_what_does_not_exist_yet_is_unknown(later: str) -> None:
-    with pytest.raises(OptionError, match=f"There is no option '{later}'"):
-        Options.make({later: None}, {})
-
 
 def test_marks_are_not_read_from_the_environment() -> None:
     with pytest.raises(OptionError, match="no variable 'TORCH_BCG_MARK'"):
@@ -274,8 +270,9 @@ def test_message_of_an_unknown_option() -> None:
         """\
 There is no option 'max_program'.
   where: torch.compile(..., options={...})
-  expected: mark, execute, check, outputs, buckets, bucket_dim, rows, pad, max_padding,
-    max_programs, min_segment_kernels, on_cut, on_eager_call, on_moved, passes, dump
+  expected: mark, inner, execute, check, outputs, buckets, bucket_dim, rows, pad,
+    max_padding, max_programs, min_segment_kernels, on_cut, on_eager_call, on_moved,
+    passes, dump
   found: max_program
   to do: did you mean max_programs?""",
     )
@@ -289,10 +286,10 @@ def test_message_of_an_unknown_variable() -> None:
         """\
 There is no variable 'TORCH_BCG_EXECUT'.
   where: the environment
-  expected: TORCH_BCG_EXECUTE, TORCH_BCG_CHECK, TORCH_BCG_OUTPUTS, TORCH_BCG_BUCKETS,
-    TORCH_BCG_BUCKET_DIM, TORCH_BCG_ROWS, TORCH_BCG_PAD, TORCH_BCG_MAX_PADDING,
-    TORCH_BCG_MAX_PROGRAMS, TORCH_BCG_MIN_SEGMENT_KERNELS, TORCH_BCG_ON_CUT,
-    TORCH_BCG_ON_EAGER_CALL, TORCH_BCG_ON_MOVED, TORCH_BCG_DUMP
+  expected: TORCH_BCG_INNER, TORCH_BCG_EXECUTE, TORCH_BCG_CHECK, TORCH_BCG_OUTPUTS,
+    TORCH_BCG_BUCKETS, TORCH_BCG_BUCKET_DIM, TORCH_BCG_ROWS, TORCH_BCG_PAD,
+    TORCH_BCG_MAX_PADDING, TORCH_BCG_MAX_PROGRAMS, TORCH_BCG_MIN_SEGMENT_KERNELS,
+    TORCH_BCG_ON_CUT, TORCH_BCG_ON_EAGER_CALL, TORCH_BCG_ON_MOVED, TORCH_BCG_DUMP
   found: TORCH_BCG_EXECUT
   to do: did you mean TORCH_BCG_EXECUTE?""",
     )

@@ -46,6 +46,8 @@ from torch_bcg.runtime.calls import Bound
 from torch_bcg.runtime.capture import capture
 from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import new_pool, pool_of
+from torch_bcg.runtime.inline import inline
+from torch_bcg.runtime.inner import Inner
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.probe import probe
 from torch_bcg.runtime.program import Program
@@ -95,6 +97,7 @@ class CompiledGraph:
         self.marks = [marking.resolve(m) for m in options.mark]
         self.owner = type_of_self()
         self.warned: set[str] = set()
+        self.inner = None if options.inner == "eager" else Inner(options.inner, self.facts)
         self.aliases = Aliases() if options.outputs == "alias" else None
         # What is handed out uncopied must not be memory that another graph's replay uses.
         self.pool = (new_pool if self.aliases is not None else pool_of)(self.facts.device)
@@ -163,7 +166,7 @@ class CompiledGraph:
         with self.pool.lock:
             prevented = self.pool.prevented()
             if prevented:
-                return self.run_eagerly(args, prevented)
+                return self.run_inline(args, prevented)
             if self.generation != current_generation():
                 self.make_plan()
             key = self.key(args)
@@ -180,7 +183,7 @@ class CompiledGraph:
         with self.pool.lock:
             prevented = self.pool.prevented()
             if prevented:
-                return self.run_eagerly(args, prevented)
+                return self.run_inline(args, prevented)
             return self.run_program(program, args, self.key(args))
 
     def run_program(self, program: Program, args: Sequence[Any], key: Key) -> Any:
@@ -290,7 +293,7 @@ class CompiledGraph:
                         self.slots,
                     )  # fmt: skip
                     program = capture(
-                        space, self.options.unrecorded, self.aliases, self.options.check
+                        space, self.options.unrecorded, self.aliases, self.options.check, self.inner
                     )
             except CaptureError as error:
                 self.cut(error, key)
@@ -326,16 +329,32 @@ class CompiledGraph:
 
     def run_eagerly(self, args: Sequence[Any], reason: str) -> Any:
         """An eager call: never silent."""
+        self.count_eager_call(args, reason)
+        return self.eager(*args)
+
+    def count_eager_call(self, args: Sequence[Any], reason: str) -> None:
+        """What an eager call adds to the counters, and ``on_eager_call``."""
         counters.eager_call(reason)
         tell_eager_call(reason, self.options, self.warned)
         counters.kernels += self.plan.kernels
         counters.rows += self.rows.count(self.key(args))
-        return self.eager(*args)
+
+    def run_inline(self, args: Sequence[Any], reason: str) -> Any:
+        """An eager call amid a capture or a replay: of fused segments, where some fit it."""
+        key = self.key(args)
+        program = None if self.inner is None else self.programs.find(key, args, every=True)
+        if program is None:
+            return self.run_eagerly(args, reason)
+        overlaps = program.at(key).overlaps
+        if overlaps is not None and overlaps.found(args) is not None:
+            return self.run_eagerly(args, reason)
+        self.count_eager_call(args, reason)
+        return inline(program.space, args)
 
     def count_replay(self, program: Program, bound: Bound) -> None:
         """What one replay adds to the counters."""
         counters.replays += 1
-        counters.kernels += self.plan.kernels
+        counters.kernels += program.kernels
         counters.recorded_kernels += program.recorded_kernels
         counters.copied_bytes += bound.copied_bytes
         counters.rows += bound.rows

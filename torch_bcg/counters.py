@@ -51,6 +51,9 @@ class Stats:
         replayed_rows: Those of ``rows`` that a program replayed.
         pad_rows: Rows replayed only to fill a padded size.
         pool_bytes: Bytes that slots and recordings hold now.
+        inner_compilations: Segments given to the compiler of ``inner``; those alike count once.
+        inner_seconds: What that took.
+        unfused: Recorded segments that ``inner`` could not compile, by the text of the reason.
         coverage: The shares that follow from these.
     """
 
@@ -66,6 +69,9 @@ class Stats:
     replayed_rows: int
     pad_rows: int
     pool_bytes: int
+    inner_compilations: int
+    inner_seconds: float
+    unfused: Mapping[str, int]
     coverage: Coverage
 
     def json(self) -> str:
@@ -73,16 +79,16 @@ class Stats:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        """One table: names to the left, figures to the right, reasons under ``eager_calls``."""
+        """One table: names to the left, figures to the right, reasons under what they explain."""
         rows: list[tuple[str, str]] = []
         for name, value in asdict(self).items():
-            if name == "eager_calls":
+            if name in ("eager_calls", "unfused"):
                 rows.append((name, f"{sum(value.values()):,}"))
                 rows += [(f"  {why}", f"{n:,}") for why, n in sorted(value.items())]
             elif name == "coverage":
                 rows += [(f"coverage of {what}", f"{share:.1%}") for what, share in value.items()]
             else:
-                rows.append((name, f"{value:,}"))
+                rows.append((name, f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"))
         left = max(len(name) for name, _ in rows)
         right = max(len(figure) for _, figure in rows)
         return "\n".join(f"{name:<{left}}  {figure:>{right}}" for name, figure in rows)
@@ -104,6 +110,9 @@ class Counters:
     replayed_rows: int = 0
     pad_rows: int = 0
     pool_bytes: int = 0
+    inner_compilations: int = 0
+    inner_seconds: float = 0.0
+    unfused: dict[str, int] = field(default_factory=dict)
 
     def eager_call(self, reason: str) -> None:
         """Count one eager call under the text of its reason."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 CHECKS = ("address", "verify", "poison")
 EXECUTE = re.compile(r"graphs|segments|off|segments:(\d+)(?:-(\d+))?")
@@ -74,6 +74,15 @@ def marks(value: object) -> tuple[object, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError
     return tuple(value)
+
+
+def compiler(value: object) -> str | Callable[..., Any]:
+    """``eager``, ``inductor``, or anything that can be called."""
+    if value in ("eager", "inductor"):
+        return str(value)
+    if not callable(value):
+        raise TypeError
+    return value
 
 
 def functions(value: object) -> tuple[Callable[..., object], ...]:

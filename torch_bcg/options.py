@@ -50,6 +50,13 @@ class Options:
         ("an iterable of what eager_on_graph takes",),
         "what runs eagerly in this compile only: anything `eager_on_graph` takes",
     )
+    inner: str | Callable[..., Any] = _option(  # noqa: RUF009  # hashable, as all values are
+        "eager",
+        option_values.compiler,
+        ("eager", "inductor", "a function, called as a backend of torch.compile is"),
+        "compiler of each recorded segment: `eager` records the operations as they are, `inductor` "
+        "fuses them; segments that are alike are compiled once",
+    )
     execute: str = _option(
         "graphs",
         option_values.execute,

@@ -129,8 +129,8 @@ def plant(monkeypatch, fault, index=None):
     """Lets ``fault(recording)`` take the place of one segment's recording, or of all."""
     record = capture.record
 
-    def planted(space, segment, unrecorded):
-        recording = record(space, segment, unrecorded)
+    def planted(space, segment, unrecorded, inner):
+        recording = record(space, segment, unrecorded, inner)
         wanted = index is None or segment.index == index
         return fault(space, segment, recording) if wanted and not unrecorded else recording
 

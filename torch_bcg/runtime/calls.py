@@ -27,6 +27,7 @@ from torch_bcg.graph.ir import (
 from torch_bcg.graph.sizes import Geometry, compiled
 from torch_bcg.runtime import memory, steps
 from torch_bcg.runtime.checks import Again, spoil, verified, without_padding
+from torch_bcg.runtime.compare import SAME, TOLERANCE
 from torch_bcg.runtime.fronts import Fronts, Scene
 from torch_bcg.runtime.statics import Overlaps, overlaps_of
 
@@ -108,9 +109,11 @@ class _Binder(Fronts):
     def checked(self, segment: GraphSegment, replay: steps.Step) -> steps.Step:
         """A recorded segment's step, with the checks around it."""
         if "verify" in self.checks:
-            replay = verified(Again(self.space, segment), replay)
+            plain = Again(self.space, segment, self.space.lowering.segment(segment))
+            fused = segment.index in self.space.fused
+            replay = verified(plain, replay, TOLERANCE if fused else SAME)
         if "poison" in self.checks and self.padded:
-            again = Again(self.space, segment)
+            again = Again(self.space, segment, self.space.code(segment))
             replay = without_padding(again, replay, self.narrowed, self.fills, self.rowless)
         return replay
 

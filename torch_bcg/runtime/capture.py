@@ -19,6 +19,7 @@ from torch_bcg.graph.lower import failed_node
 from torch_bcg.runtime.calls import Bound, bind
 from torch_bcg.runtime.device import no_collection
 from torch_bcg.runtime.fronts import Scene
+from torch_bcg.runtime.inner import Inner, reason_of
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.program import Program
 from torch_bcg.runtime.recorders import Recording, recorder_for
@@ -31,6 +32,7 @@ def capture(
     unrecorded: Callable[[int], bool],
     aliases: Aliases | None = None,
     checks: tuple[str, ...] = (),
+    inner: Inner | None = None,
 ) -> Program:
     """Builds the program of one key and one set of static tensors.
 
@@ -39,6 +41,7 @@ def capture(
         unrecorded: segments, by index, to run unrecorded from the same slots.
         aliases: hands out program memory itself as outputs; None: copies.
         checks: what is checked in a replay, see `runtime.checks`.
+        inner: compiles what is recorded; None: as it is.
 
     Raises:
         CaptureError: a segment cannot be recorded; its ``node`` is the one that failed.
@@ -52,7 +55,7 @@ def capture(
         recorded_kernels = 0
         for segment in space.plan.graph_segments:
             space.release(segment.index)
-            recordings[segment.index] = record(space, segment, unrecorded(segment.index))
+            recordings[segment.index] = record(space, segment, unrecorded(segment.index), inner)
             recorded_kernels += 0 if unrecorded(segment.index) else segment.kernels
         space.held.clear()
         grown = max(0, space.pool.reserved() - before)
@@ -67,6 +70,7 @@ def capture(
             key=space.key,
             statics=statics_of(space.plan, list(space.args.values())),
             bind=at,
+            kernels=space.plan.kernels,
             recorded_kernels=recorded_kernels,
             grown=grown,
             # A recording knows addresses and holds nothing: what it was bound to lives with it.
@@ -97,16 +101,25 @@ def no_room() -> Iterator[None]:
         raise caught from error
 
 
-def record(space: Workspace, segment: GraphSegment, unrecorded: bool) -> Recording:
+def record(
+    space: Workspace, segment: GraphSegment, unrecorded: bool, inner: Inner | None
+) -> Recording:
     """Records one segment and binds what it makes."""
-    code = space.lowering.segment(segment)
+    plain = space.lowering.segment(segment)
+    code = plain if inner is None else inner.of(space, segment, plain)
     operands = list(space.operands(segment).values())
     made = [lambda v=space.values[n]: space.recorded(v) for n in segment.outputs]
     recorder = recorder_for(space.pool, unrecorded)
     try:
         recording = recorder.record(code, operands, made)
-    except Exception as error:  # anybody's operator raises anything; it becomes a cut's reason
-        raise capture_error(segment, failed_node(error), error) from error
+    except Exception as error:  # anybody's operator raises anything; it becomes a reason
+        if inner is None or code is plain or isinstance(error, torch.OutOfMemoryError):
+            raise capture_error(segment, failed_node(error), error) from error
+        inner.tell(reason_of(error), segment)
+        return record(space, segment, unrecorded, None)
+    space.codes[segment.index] = code
+    if code is not plain:
+        space.fused.add(segment.index)
     space.keep(segment.outputs, recording.outputs)
     return dataclasses.replace(recording, outputs=())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from torch_bcg.errors import CheckError
 from torch_bcg.graph import modes
@@ -25,11 +25,15 @@ from torch_bcg.runtime.workspace import Workspace
 
 
 class Again:
-    """A recorded segment that can be run a second time, eagerly, on copies of what it writes."""
+    """A recorded segment that can be run a second time, on copies of what it writes.
 
-    def __init__(self, space: Workspace, segment: GraphSegment) -> None:
-        self.space, self.segment = space, segment
-        self.code = space.lowering.segment(segment)
+    Args:
+        space, segment: where it was recorded, and which one it is.
+        code: what is run: the very code that was recorded, or that of the plain operations.
+    """
+
+    def __init__(self, space: Workspace, segment: GraphSegment, code: fx.GraphModule) -> None:
+        self.space, self.segment, self.code = space, segment, code
         operands = space.operands(segment)
         self.names, self.operands = list(operands), list(operands.values())
         self.outputs = [space.resolve(n) for n in segment.outputs]
@@ -90,8 +94,14 @@ class Again:
         )
 
 
-def verified(again: Again, replay: Step) -> Step:
-    """``replay``, then the same segment eagerly, compared in all that it makes and writes."""
+def verified(again: Again, replay: Step, tolerance: Mapping[torch.dtype, float] = SAME) -> Step:
+    """``replay``, then the same segment eagerly, compared in all that it makes and writes.
+
+    Args:
+        again: the plain operations of the segment.
+        replay: the step.
+        tolerance: see `runtime.compare`: another one where a compiler made the recorded kernels.
+    """
     if again.segment.random:
         return replay  # it draws other numbers, rightly
 
@@ -100,7 +110,7 @@ def verified(again: Again, replay: Step) -> Step:
         replay()
         results = again.run(copies)
         for name, ours, real in again.pairs(copies, results):
-            apart = difference(ours, real, SAME)
+            apart = difference(ours, real, tolerance)
             if apart:
                 fix = (
                     f"Run it unrecorded with execute='segments:{again.segment.index}'; if that is "

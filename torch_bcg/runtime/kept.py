@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -61,7 +62,7 @@ class Keepers:
 
     def alive(self) -> list[Tensor]:
         """Every tensor with memory on the device that Python holds."""
-        kinds = _with_subclasses(Tensor)
+        kinds = _with_subclasses(Tensor) - {FakeTensor}
         return [o for o in gc.get_objects() if type(o) in kinds and self.address(o)]
 
     def address(self, t: Tensor) -> int:

@@ -34,7 +34,7 @@ class Program:
         key: values of the plan's symbols that it was recorded at.
         statics: the static tensors whose addresses it holds.
         bind: makes the steps for a call's own key.
-        recorded_kernels: kernels of one call that recordings launch.
+        kernels, recorded_kernels: of one call, and those of them that recordings launch.
         grown: bytes that the pool grew by when it was recorded.
         owners: recordings and memory, kept alive.
         pool: in which it was recorded.
@@ -48,6 +48,7 @@ class Program:
     key: tuple[int, ...]
     statics: Statics
     bind: Callable[[tuple[int, ...]], Bound]
+    kernels: int
     recorded_kernels: int
     grown: int
     owners: list[object]
@@ -66,11 +67,16 @@ class Program:
             bound = self.bound[key] = self.bind(key)
         return bound
 
+    @property
+    def space(self) -> Workspace:
+        """What it was recorded in."""
+        (space,) = (o for o in self.owners if isinstance(o, Workspace))
+        return space
+
     def slot(self, name: str) -> Tensor:
         """The memory that an argument is copied to, lent to somebody who may write it."""
-        (space,) = (o for o in self.owners if isinstance(o, Workspace))
-        space.slots.lent = True
-        slot: Tensor = space.resolve(name)
+        self.space.slots.lent = True
+        slot: Tensor = self.space.resolve(name)
         return slot
 
     def replay(self, args: Sequence[Any], bound: Bound) -> tuple[Any, ...]:

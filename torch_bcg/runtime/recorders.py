@@ -130,7 +130,8 @@ class CudaRecorder:
                     raise
                 raise named from error
         run.env.clear()
-        return Recording(graph.replay, tuple(outputs), graph)
+        # The method in C++: the one of the class in Python does nothing but call it.
+        return Recording(super(torch.cuda.CUDAGraph, graph).replay, tuple(outputs), graph)
 
 
 def _same(x: object) -> object:

@@ -24,13 +24,15 @@ class Workspace:
         plan, lowering: what is built, and what makes the code of its segments.
         key: values of the plan's symbols, at which recorded segments run.
         at: geometries of the plan's tensors by key.
-        geometries, most: those at that key, and at the largest key expected.
+        most_key: the largest key that is expected.
+        geometries, most: geometries at the two keys.
         pool, slots: where memory comes from.
         args: arguments of a call by name; static tensors are bound, others only looked at.
         bound: values by name.
         held: storage -> tensors that keep the memory of a recorded segment for later ones.
         flats: slots of the graph by name, which the program keeps alive.
-        codes: code of eager segments by index.
+        codes: code of segments by index, as it runs.
+        fused: indices of segments that are not the plain operations.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Workspace:
         slots: Slots,
     ) -> None:
         self.plan, self.lowering = plan, lowering
-        self.at, self.key = at, key
+        self.at, self.key, self.most_key = at, key, most
         self.geometries = at(*key)
         self.most = self.geometries if most == key else at(*most)
         self.pool, self.slots = pool, slots
@@ -56,6 +58,7 @@ class Workspace:
         self.arena = pool.arena
         self.flats: dict[str, Tensor] = {}
         self.codes: dict[int, fx.GraphModule] = {}
+        self.fused: set[int] = set()
         self.symbols = [s for s, _, _ in plan.symbols]
 
     def bind(self) -> None:
@@ -108,7 +111,7 @@ class Workspace:
         return tensor
 
     def code(self, segment: Segment) -> fx.GraphModule:
-        """The code of a segment that runs at every call."""
+        """The code of a segment, lowered once."""
         if segment.index not in self.codes:
             self.codes[segment.index] = self.lowering.segment(segment)
         return self.codes[segment.index]

@@ -1,0 +1,72 @@
+"""A call without recordings, through the very code that a program of its size was recorded from.
+
+It is for what replays cannot do: a CUDA graph that somebody else is recording takes the kernels of
+fused segments as well, one after the other with the eager operations between them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_bcg.graph.ir import Segment
+from torch_bcg.runtime.workspace import Workspace
+
+
+def inline(space: Workspace, args: Sequence[Any]) -> Any:
+    """Runs the segments of a program on the memory of a call of its own size.
+
+    Args:
+        space: where the program was recorded.
+        args: of the call, read and written where they are.
+
+    Returns:
+        What the graph returns.
+    """
+    return _Inline(space, args).run()
+
+
+class _Inline:
+    """Values of one call by name: of segments, and what is made of those without a kernel."""
+
+    def __init__(self, space: Workspace, args: Sequence[Any]) -> None:
+        self.space = space
+        self.values: dict[str, Any] = dict(zip(space.plan.arguments, args, strict=True))
+        self.values |= space.numbers_at(space.key)
+
+    def run(self) -> Any:
+        for segment in self.space.plan.segments:
+            results = self.space.code(segment).forward(*self.operands(segment))
+            self.values.update(zip(segment.outputs, results, strict=True))
+        (node,) = self.space.lowering.gm.graph.find_nodes(op="output")
+        return fx.node.map_arg(node.args[0], lambda n: self.value(n.name))
+
+    def operands(self, segment: Segment) -> list[Any]:
+        taken = [self.value(n) for n in (*segment.inputs, *segment.carried)]
+        sources = {s.name: s for s in self.space.plan.number_slots}
+        for name in dict.fromkeys(s for _, _, s in segment.number_slots):
+            dtype = getattr(torch, sources[name].dtype)
+            number = self.value(sources[name].source)
+            taken.append(torch.full((), number, dtype=dtype, device=self.space.plan.device))
+        return taken
+
+    def value(self, name: str) -> Any:
+        lowering = self.space.lowering
+        name = lowering.canonical.get(name, name)
+        if name not in self.values:
+            node = lowering.nodes[name]
+            if node.op == "get_attr":
+                self.values[name] = operator.attrgetter(str(node.target))(lowering.gm)
+            else:
+                given = (node.args, node.kwargs)
+                args, kwargs = fx.node.map_arg(given, lambda n: self.value(n.name))
+                target: Any = node.target
+                if node.op == "call_method":
+                    self.values[name] = getattr(args[0], str(target))(*args[1:], **kwargs)
+                else:
+                    self.values[name] = target(*args, **kwargs)
+        return self.values[name]

@@ -1,0 +1,363 @@
+"""Recorded segments through another compiler: a lowered segment in, a module of one call out.
+
+Segments that are alike are compiled once, for sizes that are symbols. Likeness is the code with its
+literals, and of each operand what the compiler may rely on: sizes, strides, dtype, device,
+alignment, whether it is written and which of those that are written share memory. Sizes follow from
+the plan's symbols; what the compiler takes for granted about those (a guard) is asked again for
+each size, and another size that breaks it is compiled for itself.
+
+What cannot be compiled stays as it is, with a reason that is counted and told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import time
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_bcg.counters import counters
+from torch_bcg.errors import BCGWarning
+from torch_bcg.graph.buckets import SizeGuards
+from torch_bcg.graph.ir import GraphSegment
+from torch_bcg.graph.known import Facts
+from torch_bcg.graph.likeness import canonical, code_key, with_sizes
+from torch_bcg.graph.sizes import Geometry, at_sizes, compiled, symbols_of
+from torch_bcg.runtime.lanes import lanes_of
+from torch_bcg.runtime.workspace import Workspace
+
+Function = Callable[..., Sequence[Any]]
+Compiler = Callable[[fx.GraphModule, list[Any]], Function]
+
+_ALIGNMENT = 16  # bytes that compilers ask about an address
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What the compiler made of like segments, and for which sizes.
+
+    Attributes:
+        function: takes the values of ``names``, then the operands; returns the results.
+        fixed: symbols that are numbers in it.
+        guards: of the other symbols.
+        names: symbol of the plan -> that of the guards.
+    """
+
+    function: Function
+    fixed: Mapping[str, int]
+    guards: SizeGuards
+    names: Mapping[str, str]
+
+    def at(self, sizes: Mapping[str, int]) -> Function:
+        """What takes the operands alone."""
+        return functools.partial(self.function, *(sizes[s] for s in self.names))
+
+    def allows(self, sizes: Mapping[str, int]) -> bool:
+        if any(sizes[s] != n for s, n in self.fixed.items()):
+            return False
+        return self.guards.allows({mine: sizes[s] for s, mine in self.names.items()})
+
+
+class Inner:
+    """Compiles the recorded segments of one graph.
+
+    Args:
+        compiler: ``inductor``, or what is called as a backend of ``torch.compile`` is: with a
+            module and its example inputs, fake tensors and sizes, some of them symbols.
+        facts: of the graph.
+    """
+
+    def __init__(self, compiler: str | Compiler, facts: Facts) -> None:
+        self.facts = facts
+        self.compiler = inductor if isinstance(compiler, str) else compiler
+        self.made: dict[Hashable, list[_Made | str]] = {}
+        self.codes: list[fx.GraphModule] = []  # keys name objects of theirs
+        self.told: set[str] = set()
+
+    def of(self, space: Workspace, segment: GraphSegment, code: fx.GraphModule) -> fx.GraphModule:
+        """``code`` as one call of what the compiler made of it, or as it is."""
+        operands = space.operands(segment)
+        reason = _unfit(code, operands.values())
+        if reason is None:
+            plain = canonical(code)
+            names = [n.name for n in plain.graph.find_nodes(op="placeholder")]
+            given = [self.operand(space, segment, n, operands[n]) for n in names]
+            sizes = dict(zip(space.symbols, space.key, strict=True))
+            made = self.find(space, plain, given, sizes)
+            if not isinstance(made, str):
+                wanted = [space.geometries[n] for n in segment.outputs]
+                return _called(code, names, functools.partial(_apart, made.at(sizes), wanted))
+            reason = made
+        self.tell(reason, segment)
+        return code
+
+    def operand(self, space: Workspace, segment: GraphSegment, name: str, x: Any) -> _Operand:
+        """What the compiler may rely on about an operand of a segment."""
+        name = space.lowering.canonical.get(name, name)
+        known, v = self.facts.nodes.get(name), space.values.get(name)
+        if not isinstance(x, Tensor):
+            return _Operand(x, expr=v.expr if v is not None and v.home == "size" else repr(x))
+        size, stride = tuple(map(str, x.shape)), tuple(map(str, x.stride()))
+        written = False
+        if known is not None and known.is_tensor:
+            (fact,) = known.tensors
+            written = fact.storage in segment.writes
+            if symbols_of(fact.spec):
+                at = at_sizes({name: fact.spec}, space.symbols, space.key)[name]
+                if at[:2] == (tuple(x.shape), x.stride()):  # else it is of this size alone
+                    size, stride = fact.spec.size, fact.spec.stride
+        standing = v is not None and v.home == "static" and not written
+        storage, offset = x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.itemsize
+        return _Operand(x, size, stride, "", written, storage, offset, standing)
+
+    def find(
+        self,
+        space: Workspace,
+        code: fx.GraphModule,
+        given: Sequence[_Operand],
+        sizes: Mapping[str, int],
+    ) -> _Made | str:
+        """What was made of a segment like this one for sizes like these, or is made now.
+
+        Returns:
+            It, or why there is nothing.
+        """
+        key = code_key(code), _shared(given), *(g.key for g in given)
+        there = self.made.setdefault(key, [])
+        # For the largest size that is expected, so that it does not matter which comes first.
+        for hints in dict.fromkeys((space.most_key, space.key)):
+            for made in there:
+                if isinstance(made, str) or made.allows(sizes):
+                    return made
+            hinted = dict(zip(space.symbols, hints, strict=True))
+            there.append(self.tried(code, given, hinted, sizes))
+        return there[-1]
+
+    def tried(
+        self,
+        code: fx.GraphModule,
+        given: Sequence[_Operand],
+        hinted: Mapping[str, int],
+        sizes: Mapping[str, int],
+    ) -> _Made | str:
+        """What the compiler makes of a segment, or what it raises."""
+        self.codes.append(code)
+        begun = time.perf_counter()
+        counters.inner_compilations += 1
+        try:
+            made = self.compile(code, given, hinted)
+            if made.allows(sizes):
+                _warm(made.at(sizes), given)
+        except Exception as error:  # compilers raise anything; the segment works without
+            return reason_of(error)
+        finally:
+            counters.inner_seconds += time.perf_counter() - begun
+        return made
+
+    def compile(
+        self, code: fx.GraphModule, given: Sequence[_Operand], sizes: Mapping[str, int]
+    ) -> _Made:
+        """Compiles a segment for symbols that have these values now; 0 and 1 are no symbols."""
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        fixed = {s: n for s, n in sizes.items() if n < 2}
+        symbols = {s: n if s in fixed else _symbol(mode, s, n) for s, n in sizes.items()}
+        names = {s: str(x) for s, x in symbols.items() if s not in fixed}
+        examples = [symbols[s] for s in names] + _examples(given, symbols, mode)
+        with tracing(TracingContext(mode)):
+            function = self.compiler(with_sizes(code, list(names)), examples)
+        return _Made(function, fixed, SizeGuards(mode.shape_env), names)
+
+    def tell(self, reason: str, segment: GraphSegment) -> None:
+        """Counts a segment that stays as it is, and says so once a reason."""
+        counters.unfused[reason] = counters.unfused.get(reason, 0) + 1
+        if reason not in self.told:
+            self.told.add(reason)
+            text = f"Segment {segment.index} is recorded without inner= ({reason})."
+            warnings.warn(text, BCGWarning, stacklevel=2)
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def inductor(code: fx.GraphModule, examples: list[Any]) -> Function:
+    """Inductor without CUDA graphs of its own, drawing the random numbers that eager draws."""
+    compiler = torch._dynamo.lookup_backend("inductor")
+    own: dict[str, Any] = {"triton.cudagraphs": False, "fallback_random": True}
+    with torch._inductor.config.patch(own):
+        function: Function = compiler(code, examples)
+    return function
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """What the compiler may rely on about one operand.
+
+    Attributes:
+        value: the operand: a tensor or a number.
+        size, stride: expressions of the plan's symbols.
+        expr: of a number.
+        written: the segment writes it.
+        storage, offset: address of its storage, and bytes from there.
+        standing: it holds its values now and always, as a weight does.
+    """
+
+    value: Any
+    size: tuple[str, ...] = ()
+    stride: tuple[str, ...] = ()
+    expr: str = ""
+    written: bool = False
+    storage: int = 0
+    offset: int = 0
+    standing: bool = False
+
+    def stand_in(self) -> Any:
+        """Something to be called with before a recording, which nobody else sees written."""
+        x = self.value
+        if not isinstance(x, Tensor) or self.standing:
+            return x
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+        made = torch._conj(made) if x.is_conj() else made
+        return torch._neg_view(made) if x.is_neg() else made
+
+    @property
+    def key(self) -> Hashable:
+        """What makes another operand one that the same code can take."""
+        if not isinstance(self.value, Tensor):
+            return type(self.value), self.expr
+        x = self.value
+        at = x.data_ptr() % _ALIGNMENT
+        return self.size, self.stride, x.dtype, x.device, x.is_conj(), x.is_neg(), self.written, at
+
+
+def _shared(given: Sequence[_Operand]) -> Hashable:
+    """Which operands lie in memory that is written, and where in it: (first of it, offset)."""
+    written = {g.storage for g in given if g.written}
+    first: dict[int, int] = {}
+    return tuple(
+        (first.setdefault(g.storage, i), g.offset if first[g.storage] != i else 0)
+        if g.storage in written
+        else None
+        for i, g in enumerate(given)
+    )
+
+
+def _unfit(code: fx.GraphModule, operands: Any) -> str | None:
+    """Why a segment is not given to a compiler, or None."""
+    if lanes_of(code):
+        return "it works on side streams"
+    attributes = [
+        operator.attrgetter(str(n.target))(code) for n in code.graph.find_nodes(op="get_attr")
+    ]
+    if any(isinstance(a, Tensor) for a in attributes):
+        return "it holds a tensor of its own"
+    for x in operands:
+        if isinstance(x, Tensor) and is_traceable_wrapper_subclass(x):
+            return f"an operand is a {type(x).__name__}"
+        if isinstance(x, Tensor) and x.layout is not torch.strided:
+            return f"an operand is {x.layout}"
+    return None
+
+
+def _symbol(mode: FakeTensorMode, name: str, hint: int) -> Any:
+    """A size that is known to be 2 or more, and to be ``hint`` now."""
+    shapes, source = mode.shape_env, ConstantSource(name)
+    assert shapes is not None
+    symbol = shapes.create_symbol(hint, source, DimDynamic.DYNAMIC, constraint_dim=None)
+    return shapes.create_symintnode(symbol, hint=hint, source=source)
+
+
+def _examples(
+    given: Sequence[_Operand], symbols: Mapping[str, Any], mode: FakeTensorMode
+) -> list[Any]:
+    """Fake operands; those that share memory which is written share it here as well."""
+    wanted: list[str] = []
+    for g in given:
+        tensor = isinstance(g.value, Tensor)
+        wanted.append(f"({_row(g.size)}, {_row(g.stride)})" if tensor else g.expr)
+    known = compiled(wanted, list(symbols))(*symbols.values())
+    written = {g.storage for g in given if g.written}
+    with mode:
+        flats: dict[int, Tensor] = {}
+        made: list[Any] = []
+        for g, form in zip(given, known, strict=True):
+            x = g.value
+            if not isinstance(x, Tensor):
+                made.append(form)
+                continue
+            size, stride = cast("tuple[Any, Any]", form)
+            mates = [o for o in given if o.storage == g.storage and isinstance(o.value, Tensor)]
+            if g.storage not in written or len(mates) == 1:
+                fake = torch.empty_strided(size, stride, dtype=x.dtype, device=x.device)
+            else:
+                if g.storage not in flats:
+                    room = x.untyped_storage().nbytes() // x.itemsize
+                    flats[g.storage] = torch.empty(room, dtype=x.dtype, device=x.device)
+                fake = flats[g.storage].as_strided(size, stride, g.offset // x.itemsize)
+            fake = torch._conj(fake) if x.is_conj() else fake
+            made.append(torch._neg_view(fake) if x.is_neg() else fake)
+    return made
+
+
+def _row(expressions: Sequence[str]) -> str:
+    return "(" + "".join(e + "," for e in expressions) + ")"
+
+
+def _warm(function: Function, given: Sequence[_Operand]) -> None:
+    """Calls it once on stand-ins: a GPU loads and tunes kernels at the first call of each.
+
+    What is no weight is zero, an index that is never out of range. Without room for that the first
+    call is the recording.
+    """
+    tensors = [g.value for g in given if isinstance(g.value, Tensor)]
+    if not any(t.is_cuda for t in tensors):
+        return
+    with contextlib.suppress(torch.OutOfMemoryError):
+        function(*(g.stand_in() for g in given))
+    torch.cuda.synchronize()
+
+
+def _apart(function: Function, wanted: Sequence[Geometry], *operands: Any) -> list[Tensor]:
+    """Results as eager has them: no two in one memory, none in an operand's, strides as planned."""
+    taken = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, Tensor)}
+    results = []
+    for made, (size, stride, _) in zip(function(*operands), wanted, strict=True):
+        place = made.untyped_storage().data_ptr()
+        if made.numel() and (place in taken or made.stride() != stride):
+            own = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)
+            made = own.copy_(made)
+            place = own.untyped_storage().data_ptr()
+        taken.add(place)
+        results.append(made)
+    return results
+
+
+def _called(code: fx.GraphModule, names: Sequence[str], function: Function) -> fx.GraphModule:
+    """A module with the operands and results of ``code`` that makes one call, with them by name."""
+
+    def fused(*operands: Any) -> Sequence[Any]:
+        return function(*operands)
+
+    graph = fx.Graph()
+    taken = {n.name: graph.placeholder(n.name) for n in code.graph.find_nodes(op="placeholder")}
+    made = graph.call_function(fused, tuple(taken[n] for n in names))
+    (named,) = code.graph.output_node().args
+    results = [
+        graph.create_node("call_function", operator.getitem, (made, i), name=n.name)
+        for i, n in enumerate(named)  # type: ignore[arg-type]
+    ]
+    graph.output(tuple(results))
+    return fx.GraphModule({}, graph, class_name=type(code).__name__)
