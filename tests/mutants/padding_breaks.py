@@ -142,7 +142,9 @@ PADDING_MUTANTS = {
     ),
     "checks compare nothing": replaced(checks, "difference", always("")),
     "trials compare nothing": replaced(trial, "difference", always("")),
-    "verify does nothing": replaced(calls, "verified", lambda original: lambda again, step: step),
+    "verify does nothing": replaced(
+        calls, "verified", lambda original: lambda again, step, tolerance: step
+    ),
     "poison runs nothing again": replaced(
         calls, "without_padding", lambda original: lambda again, step, *_: step
     ),

@@ -151,6 +151,7 @@ class SizeGuards:
         self._symbols: dict[str, sympy.Symbol] = {}
         self._equal: tuple[tuple[sympy.Symbol, sympy.Expr], ...] = ()
         self._guards: tuple[sympy.Basic, ...] = ()
+        self._answers: dict[frozenset[tuple[str, int]], bool] = {}
 
     def allows(self, values: Mapping[str, int]) -> bool:
         """Whether these values of symbols satisfy every guard that they decide.
@@ -161,6 +162,12 @@ class SizeGuards:
         """
         if self._shapes is not None:
             self._read()
+        asked = frozenset(values.items())
+        if asked not in self._answers:
+            self._answers[asked] = self._decide(values)
+        return self._answers[asked]
+
+    def _decide(self, values: Mapping[str, int]) -> bool:
         try:
             known = self._known(values)
             return known is not None and all(_holds(g, known) for g in self._guards)

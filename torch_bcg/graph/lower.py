@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -22,6 +23,7 @@ class Lowering:
         self.canonical = canonical
         self.floats = floats
         self.modes = modes_at(gm.graph)
+        self.lowered: dict[Hashable, fx.GraphModule] = {}
 
     def needs(
         self,
@@ -47,7 +49,17 @@ class Lowering:
         return walk.needs
 
     def segment(self, segment: Segment) -> fx.GraphModule:
-        """The module of one segment of a plan; an eager one calls plain functions directly."""
+        """The module of one segment of a plan, made once; an eager one calls plain functions."""
+        form = (
+            segment.kind, segment.index, segment.nodes, segment.inputs, segment.carried,
+            segment.outputs, segment.number_slots,
+        )  # fmt: skip
+        if form not in self.lowered:  # for all sizes
+            self.lowered[form] = self.code(segment)
+        return self.lowered[form]
+
+    def code(self, segment: Segment) -> fx.GraphModule:
+        """Lowers a segment."""
         taken = (*segment.inputs, *segment.carried)
         replaced = [(node, i) for node, i, _ in segment.number_slots]
         needs = self.needs(segment.nodes, set(segment.nodes), taken.__contains__, replaced)
@@ -156,6 +168,32 @@ class Needs:
     def __init__(self) -> None:
         self.outside: list[str] = []
         self.inside: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A lowered segment whose results one function makes; the rest is as in ``plain``.
+
+    Attributes:
+        plain: the operations.
+        forward: takes the operands of ``plain``, returns its results.
+    """
+
+    plain: fx.GraphModule
+    forward: Callable[..., Sequence[Any]]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """Of the operations, with the names of operands and results."""
+        return self.plain.graph
+
+
+Code = fx.GraphModule | Fused
+
+
+def name_of(code: Code) -> str:
+    """What a segment is called in messages."""
+    return type(code.plain if isinstance(code, Fused) else code).__name__
 
 
 class Tracked(fx.Interpreter):

@@ -24,6 +24,7 @@ from torch_bcg.graph.ir import (
     Segment,
     TensorSpec,
 )
+from torch_bcg.graph.lower import Fused
 from torch_bcg.graph.sizes import Geometry, compiled
 from torch_bcg.runtime import memory, steps
 from torch_bcg.runtime.checks import Again, spoil, verified, without_padding
@@ -110,7 +111,7 @@ class _Binder(Fronts):
         """A recorded segment's step, with the checks around it."""
         if "verify" in self.checks:
             plain = Again(self.space, segment, self.space.lowering.segment(segment))
-            fused = segment.index in self.space.fused
+            fused = isinstance(self.space.code(segment), Fused)
             replay = verified(plain, replay, TOLERANCE if fused else SAME)
         if "poison" in self.checks and self.padded:
             again = Again(self.space, segment, self.space.code(segment))
@@ -185,7 +186,7 @@ class _Binder(Fronts):
             self.steps.append(steps.fill_numbers(self.cells, forward, loads, fills))
 
     def run_eagerly(self, segment: EagerSegment) -> None:
-        code = self.space.code(segment)
+        code = self.space.lowering.segment(segment)
         cuts = {c.name: c for c in segment.fronts}
         bound = [self.operand(n, segment, cuts) for n in segment.inputs]
         self.copy_fronts(segment, back=False)

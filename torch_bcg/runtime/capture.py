@@ -118,8 +118,6 @@ def record(
         inner.tell(reason_of(error), segment)
         return record(space, segment, unrecorded, None)
     space.codes[segment.index] = code
-    if code is not plain:
-        space.fused.add(segment.index)
     space.keep(segment.outputs, recording.outputs)
     return dataclasses.replace(recording, outputs=())
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from torch_bcg.errors import CheckError
 from torch_bcg.graph import modes
 from torch_bcg.graph.ir import GraphSegment
+from torch_bcg.graph.lower import Code
 from torch_bcg.graph.sorting import where
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.compare import SAME, difference, is_sampled, unreserved
@@ -32,7 +33,7 @@ class Again:
         code: what is run: the very code that was recorded, or that of the plain operations.
     """
 
-    def __init__(self, space: Workspace, segment: GraphSegment, code: fx.GraphModule) -> None:
+    def __init__(self, space: Workspace, segment: GraphSegment, code: Code) -> None:
         self.space, self.segment, self.code = space, segment, code
         operands = space.operands(segment)
         self.names, self.operands = list(operands), list(operands.values())

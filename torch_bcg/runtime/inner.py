@@ -34,6 +34,7 @@ from torch_bcg.graph.buckets import SizeGuards
 from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.known import Facts
 from torch_bcg.graph.likeness import canonical, code_key, with_sizes
+from torch_bcg.graph.lower import Code, Fused
 from torch_bcg.graph.sizes import Geometry, at_sizes, compiled, symbols_of
 from torch_bcg.runtime.lanes import lanes_of
 from torch_bcg.runtime.workspace import Workspace
@@ -83,22 +84,24 @@ class Inner:
         self.facts = facts
         self.compiler = inductor if isinstance(compiler, str) else compiler
         self.made: dict[Hashable, list[_Made | str]] = {}
-        self.codes: list[fx.GraphModule] = []  # keys name objects of theirs
+        self.forms: dict[fx.GraphModule, _Form] = {}  # keys name objects of theirs
         self.told: set[str] = set()
 
-    def of(self, space: Workspace, segment: GraphSegment, code: fx.GraphModule) -> fx.GraphModule:
+    def of(self, space: Workspace, segment: GraphSegment, code: fx.GraphModule) -> Code:
         """``code`` as one call of what the compiler made of it, or as it is."""
         operands = space.operands(segment)
         reason = _unfit(code, operands.values())
         if reason is None:
-            plain = canonical(code)
-            names = [n.name for n in plain.graph.find_nodes(op="placeholder")]
-            given = [self.operand(space, segment, n, operands[n]) for n in names]
+            form = self.forms.get(code)
+            if form is None:
+                form = self.forms[code] = _Form.of(code)
+            given = [self.operand(space, segment, n, operands[n]) for n in form.names]
             sizes = dict(zip(space.symbols, space.key, strict=True))
-            made = self.find(space, plain, given, sizes)
+            made = self.find(space, form, given, sizes)
             if not isinstance(made, str):
                 wanted = [space.geometries[n] for n in segment.outputs]
-                return _called(code, names, functools.partial(_apart, made.at(sizes), wanted))
+                order = [list(operands).index(n) for n in form.names]
+                return Fused(code, functools.partial(_apart, made.at(sizes), order, wanted))
             reason = made
         self.tell(reason, segment)
         return code
@@ -115,7 +118,8 @@ class Inner:
             (fact,) = known.tensors
             written = fact.storage in segment.writes
             if symbols_of(fact.spec):
-                at = at_sizes({name: fact.spec}, space.symbols, space.key)[name]
+                at = space.geometries.get(name)
+                at = at or at_sizes({name: fact.spec}, space.symbols, space.key)[name]
                 if at[:2] == (tuple(x.shape), x.stride()):  # else it is of this size alone
                     size, stride = fact.spec.size, fact.spec.stride
         standing = v is not None and v.home == "static" and not written
@@ -125,7 +129,7 @@ class Inner:
     def find(
         self,
         space: Workspace,
-        code: fx.GraphModule,
+        form: _Form,
         given: Sequence[_Operand],
         sizes: Mapping[str, int],
     ) -> _Made | str:
@@ -134,7 +138,7 @@ class Inner:
         Returns:
             It, or why there is nothing.
         """
-        key = code_key(code), _shared(given), *(g.key for g in given)
+        key = form.key, _shared(given), *(g.key for g in given)
         there = self.made.setdefault(key, [])
         # For the largest size that is expected, so that it does not matter which comes first.
         for hints in dict.fromkeys((space.most_key, space.key)):
@@ -142,7 +146,7 @@ class Inner:
                 if isinstance(made, str) or made.allows(sizes):
                     return made
             hinted = dict(zip(space.symbols, hints, strict=True))
-            there.append(self.tried(code, given, hinted, sizes))
+            there.append(self.tried(form.code, given, hinted, sizes))
         return there[-1]
 
     def tried(
@@ -153,7 +157,6 @@ class Inner:
         sizes: Mapping[str, int],
     ) -> _Made | str:
         """What the compiler makes of a segment, or what it raises."""
-        self.codes.append(code)
         begun = time.perf_counter()
         counters.inner_compilations += 1
         try:
@@ -200,6 +203,28 @@ def inductor(code: fx.GraphModule, examples: list[Any]) -> Function:
     with torch._inductor.config.patch(own):
         function: Function = compiler(code, examples)
     return function
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A lowered segment as the compiler is given it.
+
+    Attributes:
+        code: takes operands in the order in which it uses them.
+        names: of the operands.
+        key: what it computes.
+    """
+
+    code: fx.GraphModule
+    names: tuple[str, ...]
+    key: Hashable
+
+    @classmethod
+    def of(cls, code: fx.GraphModule) -> _Form:
+        own = canonical(code)
+        return cls(
+            own, tuple(n.name for n in own.graph.find_nodes(op="placeholder")), code_key(own)
+        )
 
 
 @dataclass(frozen=True)
@@ -330,11 +355,22 @@ def _warm(function: Function, given: Sequence[_Operand]) -> None:
     torch.cuda.synchronize()
 
 
-def _apart(function: Function, wanted: Sequence[Geometry], *operands: Any) -> list[Tensor]:
-    """Results as eager has them: no two in one memory, none in an operand's, strides as planned."""
+def _apart(
+    function: Function, order: Sequence[int], wanted: Sequence[Geometry], *operands: Any
+) -> list[Tensor]:
+    """Results as eager has them: no two in one memory, none in an operand's, strides as planned.
+
+    Args:
+        function: takes the operands in another order.
+        order: place of each of them here.
+        wanted: geometries of the results.
+        operands: of the segment.
+    """
     taken = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, Tensor)}
     results = []
-    for made, (size, stride, _) in zip(function(*operands), wanted, strict=True):
+    for made, (size, stride, _) in zip(
+        function(*(operands[i] for i in order)), wanted, strict=True
+    ):
         place = made.untyped_storage().data_ptr()
         if made.numel() and (place in taken or made.stride() != stride):
             own = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)
@@ -343,21 +379,3 @@ def _apart(function: Function, wanted: Sequence[Geometry], *operands: Any) -> li
         taken.add(place)
         results.append(made)
     return results
-
-
-def _called(code: fx.GraphModule, names: Sequence[str], function: Function) -> fx.GraphModule:
-    """A module with the operands and results of ``code`` that makes one call, with them by name."""
-
-    def fused(*operands: Any) -> Sequence[Any]:
-        return function(*operands)
-
-    graph = fx.Graph()
-    taken = {n.name: graph.placeholder(n.name) for n in code.graph.find_nodes(op="placeholder")}
-    made = graph.call_function(fused, tuple(taken[n] for n in names))
-    (named,) = code.graph.output_node().args
-    results = [
-        graph.create_node("call_function", operator.getitem, (made, i), name=n.name)
-        for i, n in enumerate(named)  # type: ignore[arg-type]
-    ]
-    graph.output(tuple(results))
-    return fx.GraphModule({}, graph, class_name=type(code).__name__)

@@ -16,7 +16,7 @@ from torch import fx
 
 from torch_bcg.errors import CaptureError
 from torch_bcg.graph.geometry import target_name
-from torch_bcg.graph.lower import Tracked
+from torch_bcg.graph.lower import Code, Tracked, name_of
 from torch_bcg.graph.streams import Order, place_of
 from torch_bcg.runtime.kept import is_foreign
 
@@ -100,7 +100,7 @@ class OnLanes(Tracked):
                 self.events[order.event] = self.streams[order.lane].record_event()
 
 
-def unjoined(code: fx.GraphModule, error: BaseException) -> CaptureError | None:
+def unjoined(code: Code, error: BaseException) -> CaptureError | None:
     """What a recording that ended with open work on a stream says about it; else None.
 
     Only an operator that is not PyTorch's own can have forked unseen. If it is one, the error is
@@ -110,7 +110,7 @@ def unjoined(code: fx.GraphModule, error: BaseException) -> CaptureError | None:
         return None
     nodes = [n for n in code.graph.nodes if is_foreign(n)]
     names = ", ".join(dict.fromkeys(map(target_name, nodes))) or "none that is not PyTorch's own"
-    segment = type(code).__name__
+    segment = name_of(code)
     caught = CaptureError(
         f"Work that an operator put on a side stream was not joined; it may be of {names}",
         where=segment,

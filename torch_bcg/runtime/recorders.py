@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from torch_bcg.errors import CaptureError, HostReadError, OutputError
 from torch_bcg.graph import modes
-from torch_bcg.graph.lower import Tracked
+from torch_bcg.graph.lower import Code, Fused, Tracked, name_of
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.device import CudaPool, Pool
 from torch_bcg.runtime.lanes import OnLanes, lanes_of, unjoined
@@ -41,7 +41,7 @@ class Recorder(Protocol):
 
     def record(
         self,
-        code: fx.GraphModule,
+        code: Code,
         operands: Sequence[object],
         allocate: Sequence[Callable[[], Tensor]],
     ) -> Recording:
@@ -54,7 +54,7 @@ class HostRecorder:
 
     def record(
         self,
-        code: fx.GraphModule,
+        code: Code,
         operands: Sequence[object],
         allocate: Sequence[Callable[[], Tensor]],
     ) -> Recording:
@@ -72,7 +72,7 @@ class HostRecorder:
         # The memory is not the recording's, as that of a CUDA graph is not.
         places = [memory.unowned(t) for t in outputs]
         narrowed = [memory.once(t) for t in places]
-        segment = type(code).__name__
+        segment = name_of(code)
 
         def replay() -> None:
             operands = [ref() for ref in bound]
@@ -99,23 +99,21 @@ class CudaRecorder:
 
     def record(
         self,
-        code: fx.GraphModule,
+        code: Code,
         operands: Sequence[object],
         allocate: Sequence[Callable[[], Tensor]],
     ) -> Recording:
         """Records the segment's kernels; they run at replay, not now."""
         pool = self.pool
         pool.prepare()
-        lanes = lanes_of(code)
-        streams = dict(zip((0, *lanes), (pool.stream, *pool.sides(len(lanes))), strict=True))
-        run = OnLanes(code, streams) if lanes else Tracked(code)
+        run = self.runner(code)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(pool.stream), modes.preserved():
             # A weight somebody cast before would be read at an address nobody keeps.
             torch.set_autocast_cache_enabled(False)
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                outputs = run.run(*operands)
+                outputs = run(*operands)
             except BaseException:  # an interrupt too must end the capture
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
@@ -129,16 +127,25 @@ class CudaRecorder:
                 if named is None:
                     raise
                 raise named from error
-        run.env.clear()
         # The method in C++: the one of the class in Python does nothing but call it.
         return Recording(super(torch.cuda.CUDAGraph, graph).replay, tuple(outputs), graph)
+
+    def runner(self, code: Code) -> Callable[..., Sequence[Tensor]]:
+        """What runs a segment once while it is recorded."""
+        if isinstance(code, Fused):
+            return code.forward
+        lanes = lanes_of(code)
+        if not lanes:
+            return Tracked(code).run
+        streams = self.pool.stream, *self.pool.sides(len(lanes))
+        return OnLanes(code, dict(zip((0, *lanes), streams, strict=True))).run
 
 
 def _same(x: object) -> object:
     return x
 
 
-def freed(segment: str, code: fx.GraphModule, operands: Sequence[object]) -> CaptureError:
+def freed(segment: str, code: Code, operands: Sequence[object]) -> CaptureError:
     """The error for a recording whose memory is gone: a program must own what it was bound to."""
     names = [n.name for n in code.graph.find_nodes(op="placeholder")]
     gone = [n for n, x in zip(names, operands, strict=True) if x is None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from torch_bcg.graph.ir import GraphSegment, Plan, Segment, TensorSpec, Value
-from torch_bcg.graph.lower import Lowering
+from torch_bcg.graph.lower import Code, Lowering
 from torch_bcg.graph.sizes import Geometry, compiled
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.device import Pool
@@ -31,8 +31,7 @@ class Workspace:
         bound: values by name.
         held: storage -> tensors that keep the memory of a recorded segment for later ones.
         flats: slots of the graph by name, which the program keeps alive.
-        codes: code of segments by index, as it runs.
-        fused: indices of segments that are not the plain operations.
+        codes: by index, what was recorded of segments.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class Workspace:
         self.held: dict[int, list[Tensor]] = {}
         self.arena = pool.arena
         self.flats: dict[str, Tensor] = {}
-        self.codes: dict[int, fx.GraphModule] = {}
-        self.fused: set[int] = set()
+        self.codes: dict[int, Code] = {}
         self.symbols = [s for s, _, _ in plan.symbols]
 
     def bind(self) -> None:
@@ -110,11 +108,9 @@ class Workspace:
         )
         return tensor
 
-    def code(self, segment: Segment) -> fx.GraphModule:
-        """The code of a segment, lowered once."""
-        if segment.index not in self.codes:
-            self.codes[segment.index] = self.lowering.segment(segment)
-        return self.codes[segment.index]
+    def code(self, segment: Segment) -> Code:
+        """The code of a segment, as it runs."""
+        return self.codes.get(segment.index) or self.lowering.segment(segment)
 
     def recorded(self, v: Value) -> Tensor:
         """Memory for a result of a recorded segment, where the recorder takes none itself."""
