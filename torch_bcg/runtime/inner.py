@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +36,7 @@ from torch_bcg.graph.known import Facts
 from torch_bcg.graph.likeness import canonical, code_key, with_sizes
 from torch_bcg.graph.lower import Code, Fused
 from torch_bcg.graph.sizes import Geometry, at_sizes, compiled, symbols_of
+from torch_bcg.runtime import memory
 from torch_bcg.runtime.lanes import lanes_of
 from torch_bcg.runtime.workspace import Workspace
 
@@ -138,7 +139,7 @@ class Inner:
         Returns:
             It, or why there is nothing.
         """
-        key = form.key, _shared(given), *(g.key for g in given)
+        key = form.key, _layout(given), *(g.key for g in given)
         there = self.made.setdefault(key, [])
         # For the largest size that is expected, so that it does not matter which comes first.
         for hints in dict.fromkeys((space.most_key, space.key)):
@@ -249,15 +250,6 @@ class _Operand:
     offset: int = 0
     standing: bool = False
 
-    def stand_in(self) -> Any:
-        """Something to be called with before a recording, which nobody else sees written."""
-        x = self.value
-        if not isinstance(x, Tensor) or self.standing:
-            return x
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
-        made = torch._conj(made) if x.is_conj() else made
-        return torch._neg_view(made) if x.is_neg() else made
-
     @property
     def key(self) -> Hashable:
         """What makes another operand one that the same code can take."""
@@ -268,15 +260,21 @@ class _Operand:
         return self.size, self.stride, x.dtype, x.device, x.is_conj(), x.is_neg(), self.written, at
 
 
-def _shared(given: Sequence[_Operand]) -> Hashable:
-    """Which operands lie in memory that is written, and where in it: (first of it, offset)."""
+def _shared(given: Sequence[_Operand]) -> dict[int, list[int]]:
+    """Storages that are written and hold several operands -> the places of those."""
     written = {g.storage for g in given if g.written}
-    first: dict[int, int] = {}
+    places: dict[int, list[int]] = {}
+    for i, g in enumerate(given):
+        if g.storage in written:
+            places.setdefault(g.storage, []).append(i)
+    return {storage: several for storage, several in places.items() if len(several) > 1}
+
+
+def _layout(given: Sequence[_Operand]) -> Hashable:
+    """Which operands share memory that is written: size of the storage, (operand, offset)."""
     return tuple(
-        (first.setdefault(g.storage, i), g.offset if first[g.storage] != i else 0)
-        if g.storage in written
-        else None
-        for i, g in enumerate(given)
+        (given[places[0]].value.untyped_storage().nbytes(), *((i, given[i].offset) for i in places))
+        for places in _shared(given).values()
     )
 
 
@@ -308,33 +306,55 @@ def _symbol(mode: FakeTensorMode, name: str, hint: int) -> Any:
 def _examples(
     given: Sequence[_Operand], symbols: Mapping[str, Any], mode: FakeTensorMode
 ) -> list[Any]:
-    """Fake operands; those that share memory which is written share it here as well."""
+    """Fake operands."""
     wanted: list[str] = []
     for g in given:
         tensor = isinstance(g.value, Tensor)
         wanted.append(f"({_row(g.size)}, {_row(g.stride)})" if tensor else g.expr)
     known = compiled(wanted, list(symbols))(*symbols.values())
-    written = {g.storage for g in given if g.written}
     with mode:
-        flats: dict[int, Tensor] = {}
-        made: list[Any] = []
-        for g, form in zip(given, known, strict=True):
-            x = g.value
-            if not isinstance(x, Tensor):
-                made.append(form)
-                continue
-            size, stride = cast("tuple[Any, Any]", form)
-            mates = [o for o in given if o.storage == g.storage and isinstance(o.value, Tensor)]
-            if g.storage not in written or len(mates) == 1:
-                fake = torch.empty_strided(size, stride, dtype=x.dtype, device=x.device)
-            else:
-                if g.storage not in flats:
-                    room = x.untyped_storage().nbytes() // x.itemsize
-                    flats[g.storage] = torch.empty(room, dtype=x.dtype, device=x.device)
-                fake = flats[g.storage].as_strided(size, stride, g.offset // x.itemsize)
-            fake = torch._conj(fake) if x.is_conj() else fake
-            made.append(torch._neg_view(fake) if x.is_neg() else fake)
+        return _alike(given, known, torch.empty_strided)
+
+
+def _alike(
+    given: Sequence[_Operand], known: Sequence[Any], make: Callable[..., Tensor]
+) -> list[Any]:
+    """Other operands in other memory, which those share that share memory that is written.
+
+    None of them is a view of another tensor, as `_bare` operands are not: of such that share memory
+    a compiler takes the tensor they are views of, and that is another one here than there.
+
+    Args:
+        given: the operands.
+        known: of each, sizes and strides to give it, or a number.
+        make: makes memory from sizes, strides, dtype and device.
+    """
+    flats: dict[int, Tensor] = {}
+    for storage, places in _shared(given).items():
+        x = given[places[0]].value
+        room = x.untyped_storage().nbytes() // x.itemsize
+        flats[storage] = make((room,), (1,), dtype=x.dtype, device=x.device)
+    made: list[Any] = []
+    for g, form in zip(given, known, strict=True):
+        x = g.value
+        if not isinstance(x, Tensor):
+            made.append(form)
+            continue
+        size, stride = form
+        if g.storage in flats:
+            own = torch.empty(0, dtype=x.dtype, device=x.device)
+            place = g.offset // x.itemsize
+            like = own.set_(flats[g.storage].untyped_storage(), place, size, stride)
+        else:
+            like = make(size, stride, dtype=x.dtype, device=x.device)
+        like = torch._conj(like) if x.is_conj() else like
+        made.append(torch._neg_view(like) if x.is_neg() else like)
     return made
+
+
+def _bare(x: Any) -> Any:
+    """An operand that is no view of another tensor."""
+    return memory.shared(x) if isinstance(x, Tensor) and x._base is not None else x
 
 
 def _row(expressions: Sequence[str]) -> str:
@@ -350,8 +370,15 @@ def _warm(function: Function, given: Sequence[_Operand]) -> None:
     tensors = [g.value for g in given if isinstance(g.value, Tensor)]
     if not any(t.is_cuda for t in tensors):
         return
+    moving = [g for g in given if not g.standing]
+    known = [(x.shape, x.stride()) if isinstance(x := g.value, Tensor) else x for g in moving]
+
+    def zeros(*form: Any, **kind: Any) -> Tensor:
+        return torch.empty_strided(*form, **kind).zero_()
+
     with contextlib.suppress(torch.OutOfMemoryError):
-        function(*(g.stand_in() for g in given))
+        others = iter(_alike(moving, known, zeros))
+        function(*(g.value if g.standing else next(others) for g in given))
     torch.cuda.synchronize()
 
 
@@ -369,7 +396,7 @@ def _apart(
     taken = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, Tensor)}
     results = []
     for made, (size, stride, _) in zip(
-        function(*(operands[i] for i in order)), wanted, strict=True
+        function(*(_bare(operands[i]) for i in order)), wanted, strict=True
     ):
         place = made.untyped_storage().data_ptr()
         if made.numel() and (place in taken or made.stride() != stride):
