@@ -45,7 +45,7 @@ def with_sizes(code: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
     """
     graph = fx.Graph()
     for name in names:
-        graph.placeholder(name)
+        graph.placeholder(f"known_{name}")  # an operand may be called as the size itself is
     graph.output(graph.graph_copy(code.graph, {}))
     return fx.GraphModule(code, graph, class_name=type(code).__name__)
 

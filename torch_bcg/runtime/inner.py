@@ -102,7 +102,8 @@ class Inner:
             if not isinstance(made, str):
                 wanted = [space.geometries[n] for n in segment.outputs]
                 order = [list(operands).index(n) for n in form.names]
-                return Fused(code, functools.partial(_apart, made.at(sizes), order, wanted))
+                shared = list(_shared(given).values())
+                return Fused(code, functools.partial(_apart, made.at(sizes), order, shared, wanted))
             reason = made
         self.tell(reason, segment)
         return code
@@ -123,9 +124,8 @@ class Inner:
                 at = at or at_sizes({name: fact.spec}, space.symbols, space.key)[name]
                 if at[:2] == (tuple(x.shape), x.stride()):  # else it is of this size alone
                     size, stride = fact.spec.size, fact.spec.stride
-        standing = v is not None and v.home == "static" and not written
         storage, offset = x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.itemsize
-        return _Operand(x, size, stride, "", written, storage, offset, standing)
+        return _Operand(x, size, stride, "", written, storage, offset)
 
     def find(
         self,
@@ -238,7 +238,6 @@ class _Operand:
         expr: of a number.
         written: the segment writes it.
         storage, offset: address of its storage, and bytes from there.
-        standing: it holds its values now and always, as a weight does.
     """
 
     value: Any
@@ -248,7 +247,6 @@ class _Operand:
     written: bool = False
     storage: int = 0
     offset: int = 0
-    standing: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -273,9 +271,14 @@ def _shared(given: Sequence[_Operand]) -> dict[int, list[int]]:
 def _layout(given: Sequence[_Operand]) -> Hashable:
     """Which operands share memory that is written: size of the storage, (operand, offset)."""
     return tuple(
-        (given[places[0]].value.untyped_storage().nbytes(), *((i, given[i].offset) for i in places))
+        (_room(given, places), *((i, given[i].offset) for i in places))
         for places in _shared(given).values()
     )
+
+
+def _room(given: Sequence[_Operand], places: Sequence[int]) -> int:
+    """Bytes of the storage of some operands; what somebody else owns may be known in part."""
+    return max(int(given[i].value.untyped_storage().nbytes()) for i in places)
 
 
 def _unfit(code: fx.GraphModule, operands: Any) -> str | None:
@@ -321,8 +324,8 @@ def _alike(
 ) -> list[Any]:
     """Other operands in other memory, which those share that share memory that is written.
 
-    None of them is a view of another tensor, as `_bare` operands are not: of such that share memory
-    a compiler takes the tensor they are views of, and that is another one here than there.
+    Those are no views of another tensor, and all over one storage, as `_apart` gives them: of
+    operands that share memory a compiler takes the tensor that they are views of, if there is one.
 
     Args:
         given: the operands.
@@ -332,7 +335,7 @@ def _alike(
     flats: dict[int, Tensor] = {}
     for storage, places in _shared(given).items():
         x = given[places[0]].value
-        room = x.untyped_storage().nbytes() // x.itemsize
+        room = _room(given, places) // x.itemsize
         flats[storage] = make((room,), (1,), dtype=x.dtype, device=x.device)
     made: list[Any] = []
     for g, form in zip(given, known, strict=True):
@@ -352,11 +355,6 @@ def _alike(
     return made
 
 
-def _bare(x: Any) -> Any:
-    """An operand that is no view of another tensor."""
-    return memory.shared(x) if isinstance(x, Tensor) and x._base is not None else x
-
-
 def _row(expressions: Sequence[str]) -> str:
     return "(" + "".join(e + "," for e in expressions) + ")"
 
@@ -364,40 +362,46 @@ def _row(expressions: Sequence[str]) -> str:
 def _warm(function: Function, given: Sequence[_Operand]) -> None:
     """Calls it once on stand-ins: a GPU loads and tunes kernels at the first call of each.
 
-    What is no weight is zero, an index that is never out of range. Without room for that the first
-    call is the recording.
+    All of them are zero, an index that is never out of range: an operator may write what its schema
+    does not say. Without room for that the first call is the recording.
     """
     tensors = [g.value for g in given if isinstance(g.value, Tensor)]
     if not any(t.is_cuda for t in tensors):
         return
-    moving = [g for g in given if not g.standing]
-    known = [(x.shape, x.stride()) if isinstance(x := g.value, Tensor) else x for g in moving]
+    known = [(x.shape, x.stride()) if isinstance(x := g.value, Tensor) else x for g in given]
 
     def zeros(*form: Any, **kind: Any) -> Tensor:
         return torch.empty_strided(*form, **kind).zero_()
 
     with contextlib.suppress(torch.OutOfMemoryError):
-        others = iter(_alike(moving, known, zeros))
-        function(*(g.value if g.standing else next(others) for g in given))
+        function(*_alike(given, known, zeros))
     torch.cuda.synchronize()
 
 
 def _apart(
-    function: Function, order: Sequence[int], wanted: Sequence[Geometry], *operands: Any
+    function: Function,
+    order: Sequence[int],
+    shared: Sequence[Sequence[int]],
+    wanted: Sequence[Geometry],
+    *operands: Any,
 ) -> list[Tensor]:
     """Results as eager has them: no two in one memory, none in an operand's, strides as planned.
 
     Args:
         function: takes the operands in another order.
         order: place of each of them here.
+        shared: those that share memory that is written, by their places there.
         wanted: geometries of the results.
         operands: of the segment.
     """
+    given = [operands[i] for i in order]
+    for places in shared:
+        whole = max((given[i].untyped_storage() for i in places), key=torch.UntypedStorage.nbytes)
+        for i in places:
+            given[i] = memory.in_storage(whole, given[i])
     taken = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, Tensor)}
     results = []
-    for made, (size, stride, _) in zip(
-        function(*(_bare(operands[i]) for i in order)), wanted, strict=True
-    ):
+    for made, (size, stride, _) in zip(function(*given), wanted, strict=True):
         place = made.untyped_storage().data_ptr()
         if made.numel() and (place in taken or made.stride() != stride):
             own = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)

@@ -39,10 +39,10 @@ def shared(t: Tensor) -> Tensor:
     """The same memory and geometry without the object: the caller's tensor may die."""
     if is_traceable_wrapper_subclass(t):
         return t.detach()
-    return _over_storage(t.untyped_storage(), t)
+    return in_storage(t.untyped_storage(), t)
 
 
-def _over_storage(storage: torch.UntypedStorage, t: Tensor) -> Tensor:
+def in_storage(storage: torch.UntypedStorage, t: Tensor) -> Tensor:
     """What ``t`` is in its own storage, over another one."""
     alias = over(storage, t.dtype, first_byte(t), (tuple(t.shape), t.stride(), 0))
     if t.is_conj():
@@ -55,7 +55,7 @@ def unowned(t: Tensor) -> Tensor:
     storage = t.untyped_storage()
     if not storage.nbytes():
         return t
-    return _over_storage(_foreign(storage.data_ptr(), storage.nbytes(), t.device), t)
+    return in_storage(_foreign(storage.data_ptr(), storage.nbytes(), t.device), t)
 
 
 def _foreign(pointer: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
