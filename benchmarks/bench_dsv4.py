@@ -229,7 +229,7 @@ def recordings(
 
 
 def run(args: argparse.Namespace) -> None:
-    """All numbers of tokens, the largest first; then saves and prints."""
+    """All numbers of tokens, the largest first; saves and prints each."""
     names = check_names(args.only, [*ENGINES, *FLOORS])
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     gpu = device.type == "cuda"
@@ -248,25 +248,32 @@ def run(args: argparse.Namespace) -> None:
         raise Refused("; ".join(f"{n}: {why}" for n, why in notes.items()))
     made: dict[str, dict[int, float]] = {}
     records: list[Record] = []
+    print(f"{config.num_layers} layers, {config.num_experts} experts, on {device}; milliseconds")
     for tokens in sizes:
         records += one_size(model, lanes, names, tokens, made, args)
+        cuts = {n: lane.cuts for n, lane in lanes.items() if lane.engine.backend}
+        for r in records:
+            r.params |= {"layers": config.num_layers, "experts": config.num_experts}
+            r.params |= {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+            r.params["cuts"] = cuts.get(FLOORS.get(r.variant, r.variant))
+        starts = list(recordings(made, lanes))
+        claims = judge(latencies(records), cuts, claimed=gpu)
+        # After each size: a run that is ended early has said what it knew.
+        save(args.out, "dsv4", [*records, *starts], claims=claims, notes=notes)
+        print(text([r for r in records if r.params["tokens"] == tokens], names, notes))
         gc.collect()  # recordings of this size
-    p50 = {(r.variant, r.params["tokens"]): r.p50 for r in records if r.params["time"] == "latency"}
-    cuts = {n: lane.cuts for n, lane in lanes.items() if lane.engine.backend}
-    claims = judge(p50, cuts, claimed=gpu)
-    print(f"{config.num_layers} layers, {config.num_experts} experts, on {device}; milliseconds")
-    print(text(records, names, notes))
-    for record in recordings(made, lanes):
-        records.append(record)
-        print(f"{record.variant} recorded in {record.p50:.1f} s: {record.params}")
-    for r in records:
-        r.params |= {"layers": config.num_layers, "experts": config.num_experts}
-        r.params |= {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
-        r.params["cuts"] = cuts.get(FLOORS.get(r.variant, r.variant))
-    save(args.out, "dsv4", records, claims=claims, notes=notes)
+    for r in starts:
+        print(f"{r.variant} recorded in {r.p50:.1f} s: {r.params}")
     for c in claims:
         verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
         print(f"{c['claim']} = {c['value']:.3g}, {c['limit']}: {verdict}")
+
+
+def latencies(records: Sequence[Record]) -> dict[tuple[str, int], float]:
+    """The median by variant and number of tokens, in us."""
+    return {
+        (r.variant, r.params["tokens"]): r.p50 for r in records if r.params["time"] == "latency"
+    }
 
 
 def text(records: Sequence[Record], names: Sequence[str], notes: Mapping[str, str]) -> str:
