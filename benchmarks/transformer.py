@@ -136,12 +136,13 @@ class Case:
             compiled(x)
         return compiled
 
-    def by_bcg(self, inner: str, execute: str = "graphs") -> Call:
+    def by_bcg(self, inner: str, execute: str = "graphs", checks: str = "address") -> Call:
         """Compiled by the backend, and replayed."""
-        options = {"execute": execute, "on_eager_call": "count"}  # a floor records an eager call
+        options = {"execute": execute, "check": checks}
+        options["on_eager_call"] = "count"  # a floor records an eager call
         if inner != "eager":
             options["inner"] = inner
-        compiled = self.compiled(f"{inner}_{execute}", backend="bcg", options=options)
+        compiled = self.compiled(f"{inner}_{execute}_{checks}", backend="bcg", options=options)
         before = torch_bcg.stats()
         compiled(*self.inputs(1))
         if not replayed(before, torch_bcg.stats()):

@@ -80,8 +80,9 @@ class ProgramHandle:
         """Replays with these `arguments`, in order; returns the graph's outputs.
 
         Raises:
-            BCGError: the program is gone, a static tensor moved, or an argument has another
-                shape, stride or dtype than the program was recorded for.
+            BCGError: the program is gone, a static tensor moved (without ``check="address"`` only
+                the first one is looked at), or an argument has another shape, stride or dtype than
+                the program was recorded for.
         """
         program, full = self._program, list(self._full)
         if len(args) != len(self._given):
@@ -91,7 +92,8 @@ class ProgramHandle:
         for target, source, dim in (*self._rows, *self._sizes):
             full[target] = full[source].shape[dim]
         with self._graph.pool.lock:  # nobody frees it between the look and the call
-            if program.dead or not program.statics.match(full):
+            every = "address" in self._graph.options.check
+            if program.dead or not program.statics.match(full, every):
                 raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
             self._check(args, self._graph.key(full))
             outputs: tuple[Any, ...] = self._graph.replay(program, full)

@@ -31,17 +31,30 @@ def inline(space: Workspace, args: Sequence[Any]) -> Any:
 
 
 class _Inline:
-    """Values of one call by name: of segments, and what is made of those without a kernel."""
+    """Values of one call by name.
+
+    Attributes:
+        values: arguments, sizes, what has a home in the plan, and what segments made.
+        views: what was made of those without a kernel, for one segment.
+    """
 
     def __init__(self, space: Workspace, args: Sequence[Any]) -> None:
         self.space = space
         self.values: dict[str, Any] = dict(zip(space.plan.arguments, args, strict=True))
         self.values |= space.numbers_at(space.key)
+        self.views: dict[str, Any] = {}
+        homes = [v for v in space.plan.values if v.storage >= 0 and v.name not in self.values]
+        self.last = {v.name: v.last for v in homes}
 
     def run(self) -> Any:
         for segment in self.space.plan.segments:
             results = self.space.code(segment).forward(*self.operands(segment))
             self.values.update(zip(segment.outputs, results, strict=True))
+            self.views.clear()
+            # As when it is recorded, memory goes after its last reader.
+            done = [n for n in self.values if n in self.last and self.last[n] <= segment.index]
+            for name in done:
+                del self.values[name]
         (node,) = self.space.lowering.gm.graph.find_nodes(op="output")
         return fx.node.map_arg(node.args[0], lambda n: self.value(n.name))
 
@@ -55,18 +68,20 @@ class _Inline:
         return taken
 
     def value(self, name: str) -> Any:
-        lowering = self.space.lowering
-        name = lowering.canonical.get(name, name)
-        if name not in self.values:
-            node = lowering.nodes[name]
-            if node.op == "get_attr":
-                self.values[name] = operator.attrgetter(str(node.target))(lowering.gm)
-            else:
-                given = (node.args, node.kwargs)
-                args, kwargs = fx.node.map_arg(given, lambda n: self.value(n.name))
-                target: Any = node.target
-                if node.op == "call_method":
-                    self.values[name] = getattr(args[0], str(target))(*args[1:], **kwargs)
-                else:
-                    self.values[name] = target(*args, **kwargs)
-        return self.values[name]
+        name = self.space.lowering.canonical.get(name, name)
+        for known in (self.values, self.views):
+            if name in known:
+                return known[name]
+        made = self.made(self.space.lowering.nodes[name])
+        (self.values if name in self.last else self.views)[name] = made
+        return made
+
+    def made(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(self.space.lowering.gm)
+        given = (node.args, node.kwargs)
+        args, kwargs = fx.node.map_arg(given, lambda n: self.value(n.name))
+        target: Any = node.target
+        if node.op == "call_method":
+            return getattr(args[0], str(target))(*args[1:], **kwargs)
+        return target(*args, **kwargs)
