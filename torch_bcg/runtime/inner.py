@@ -35,7 +35,7 @@ from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.known import Facts
 from torch_bcg.graph.likeness import canonical, code_key, with_sizes
 from torch_bcg.graph.lower import Code, Fused
-from torch_bcg.graph.sizes import Geometry, at_sizes, compiled, symbols_of
+from torch_bcg.graph.sizes import at_sizes, compiled, symbols_of
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.lanes import lanes_of
 from torch_bcg.runtime.workspace import Workspace
@@ -100,10 +100,12 @@ class Inner:
             sizes = dict(zip(space.symbols, space.key, strict=True))
             made = self.find(space, form, given, sizes)
             if not isinstance(made, str):
-                wanted = [space.geometries[n] for n in segment.outputs]
+                wanted = [_Wanted.of(space, n) for n in segment.outputs]
                 order = [list(operands).index(n) for n in form.names]
-                shared = list(_shared(given).values())
-                return Fused(code, functools.partial(_apart, made.at(sizes), order, shared, wanted))
+                call = functools.partial(
+                    _apart, code, made.at(sizes), order, _layout(given), wanted
+                )
+                return Fused(code, call)
             reason = made
         self.tell(reason, segment)
         return code
@@ -268,10 +270,13 @@ def _shared(given: Sequence[_Operand]) -> dict[int, list[int]]:
     return {storage: several for storage, several in places.items() if len(several) > 1}
 
 
-def _layout(given: Sequence[_Operand]) -> Hashable:
-    """Which operands share memory that is written: size of the storage, (operand, offset)."""
+Layout = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+def _layout(given: Sequence[_Operand]) -> Layout:
+    """Which operands share memory that is written: bytes of the storage, (operand, offset)."""
     return tuple(
-        (_room(given, places), *((i, given[i].offset) for i in places))
+        (_room(given, places), tuple((i, given[i].offset) for i in places))
         for places in _shared(given).values()
     )
 
@@ -378,35 +383,60 @@ def _warm(function: Function, given: Sequence[_Operand]) -> None:
     torch.cuda.synchronize()
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What a result has to be."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, space: Workspace, name: str) -> _Wanted:
+        size, stride, _ = space.geometries[name]
+        spec = space.values[name].spec
+        assert spec is not None
+        return cls(size, stride, getattr(torch, spec.dtype))
+
+
 def _apart(
+    code: fx.GraphModule,
     function: Function,
     order: Sequence[int],
-    shared: Sequence[Sequence[int]],
-    wanted: Sequence[Geometry],
+    layout: Layout,
+    wanted: Sequence[_Wanted],
     *operands: Any,
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Results as eager has them: no two in one memory, none in an operand's, strides as planned.
 
     Args:
-        function: takes the operands in another order.
+        code: the operations.
+        function: what the compiler made of them; it takes the operands in another order.
         order: place of each of them here.
-        shared: those that share memory that is written, by their places there.
-        wanted: geometries of the results.
+        layout: of the operands that it was compiled for.
+        wanted: of the results.
         operands: of the segment.
+
+    Raises:
+        TypeError: a result is something else than the plan says.
     """
-    given = [operands[i] for i in order]
-    for places in shared:
-        whole = max((given[i].untyped_storage() for i in places), key=torch.UntypedStorage.nbytes)
-        for i in places:
-            given[i] = memory.in_storage(whole, given[i])
+    own = [operands[i] for i in order]
+    for room, members in layout:
+        storages = [own[i].untyped_storage() for i, _ in members]
+        whole = max(storages, key=torch.UntypedStorage.nbytes)
+        if whole.nbytes() != room or any(memory.first_byte(own[i]) != at for i, at in members):
+            # The memory of a call that is not replayed may lie otherwise; places are compiled in.
+            results: Sequence[Tensor] = code.forward(*operands)
+            return results
+        for i, _ in members:
+            own[i] = memory.in_storage(whole, own[i])
     taken = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, Tensor)}
-    results = []
-    for made, (size, stride, _) in zip(function(*given), wanted, strict=True):
-        place = made.untyped_storage().data_ptr()
-        if made.numel() and (place in taken or made.stride() != stride):
-            own = torch.empty_strided(size, stride, dtype=made.dtype, device=made.device)
-            made = own.copy_(made)
-            place = own.untyped_storage().data_ptr()
-        taken.add(place)
-        results.append(made)
-    return results
+    made: list[Tensor] = []
+    for x, like in zip(function(*own), wanted, strict=True):
+        if x.shape != like.size or x.dtype is not like.dtype:
+            raise TypeError(f"the compiler gives {x.dtype}{list(x.shape)} for {like}")
+        if x.numel() and (x.untyped_storage().data_ptr() in taken or x.stride() != like.stride):
+            x = torch.empty_strided(like.size, like.stride, dtype=x.dtype, device=x.device).copy_(x)
+        taken.add(x.untyped_storage().data_ptr())
+        made.append(x)
+    return made
