@@ -256,7 +256,6 @@ def test_wrong_value(name: str, value: object) -> None:
     assert caught.value.found == repr(value)
 
 
-
 def test_marks_are_not_read_from_the_environment() -> None:
     with pytest.raises(OptionError, match="no variable 'TORCH_BCG_MARK'"):
         Options.make(None, {"TORCH_BCG_MARK": "my::op"})

@@ -257,7 +257,7 @@ class _Operand:
             return type(self.value), self.expr
         x = self.value
         at = x.data_ptr() % _ALIGNMENT
-        return self.size, self.stride, x.dtype, x.device, x.is_conj(), x.is_neg(), self.written, at
+        return self.size, self.stride, x.dtype, x.device, self.written, at
 
 
 def _shared(given: Sequence[_Operand]) -> dict[int, list[int]]:
@@ -300,6 +300,9 @@ def _unfit(code: fx.GraphModule, operands: Any) -> str | None:
             return f"an operand is a {type(x).__name__}"
         if isinstance(x, Tensor) and x.layout is not torch.strided:
             return f"an operand is {x.layout}"
+        # Inductor reads the memory of such a tensor as if the values were those that lie there.
+        if isinstance(x, Tensor) and (x.is_conj() or x.is_neg()):
+            return "an operand is conjugated or negated where it is read"
     return None
 
 
