@@ -118,7 +118,7 @@ def claims(results: Results) -> str:
     met = {True: "yes", False: "NO", None: "not judged"}
     rows = [(c["claim"], figure(c["value"], 4), c["limit"], met[c["met"]]) for c in results.claims]
     judged = [c["met"] for c in results.claims if c["met"] is not None]
-    count = f"Met: {judged.count(True)} of {len(judged)}."
+    count = f"Met: {judged.count(True)} of {len(judged)}." if judged else "None is judged."
     return f"{markdown(('claim', 'value', 'limit', 'met'), rows)}\n\n{count}"
 
 
@@ -132,7 +132,7 @@ def times(results: Results, kind: str) -> str:
     slower = [
         f"{name} at {tokens:,}"
         for name, each in found.items()
-        for tokens, r in each.items()
+        for tokens, r in sorted(each.items())
         if tokens in base and r.p50 > base[tokens].p50
     ]
 

@@ -98,6 +98,8 @@ def test_claims_that_are_not_met_stand_beside_the_others(fill):
     assert "| meta / bcg | 2.995 | at least 1.15 | yes |" in text
     assert "| \\|bcg - floor\\|, us | 35.50 | at most 5 | NO |" in text
     assert "| launches | 2 | none set | not judged |\n\nMet: 1 of 2.\n" in text
+    _, text = fill("claims", records=TIMES, claims=CLAIMS[2:])
+    assert text.endswith("\n\nNone is judged.\n")
 
 
 def test_starts_and_losses(fill):

@@ -54,7 +54,9 @@ def aot_eager(code, examples):
 def inductor(device):
     if device == "cpu" and shutil.which("g++") is None:
         pytest.skip("Inductor needs g++")
-    return "inductor"
+    with warnings.catch_warnings():  # it has advice about speed on a GPU
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch._inductor")
+        yield "inductor"
 
 
 def with_inner(fn, inner, **options):
@@ -260,6 +262,83 @@ def test_shared_memory_that_is_written_makes_segments_unlike(
             exact=compiler == "plain",
             options={"inner": Plain() if compiler == "plain" else aot_eager},
         )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "number"), [((0, 6), (0, 6), 0), ((0, 6), (4, 10), 1), ((4, 10), (0, 6), 1)]
+)
+def test_storages_of_their_own_that_share_memory(device, first, second, number):
+    """As tensors of another library are: those that begin elsewhere no compiler knows to share."""
+
+    def model():
+        base = torch.arange(32.0, device=device)
+        return Writes([torch.from_dlpack(base[slice(*where)]) for where in (first, second)])
+
+    ours, twin = model(), model()
+    compiled = with_inner(ours, aot_eager)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            x = rows(device, 6)
+            assert_same(compiled(x), twin(x), exact=False)
+            assert_same((ours.a0, ours.b0), (twin.a0, twin.b0), exact=False)
+    told = [str(w.message) for w in caught if issubclass(w.category, BCGWarning)]
+    assert len(told) == number
+    assert sum(torch_bcg.stats().unfused.values()) == number
+    assert all("two storages share" in reason for reason in torch_bcg.stats().unfused)
+
+
+def test_shared_memory_is_one_storage_at_every_call(device):
+    seen = []
+
+    def noted(results, operands):
+        seen.append({o.untyped_storage()._cdata for o in operands if o.shape == (8,)})
+        return results
+
+    base = torch.arange(32.0, device=device)
+    model = Writes([torch.from_dlpack(base[:8]) for _ in range(2)])
+    assert model.a0.untyped_storage()._cdata != model.b0.untyped_storage()._cdata
+    compiled = with_inner(model, Plain(change=noted))
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device, 4, 1))
+    assert seen
+    assert all(len(storages) == 1 for storages in seen)
+
+
+def by_storage(operands):
+    """Which tensors among operands lie in one storage, as a compiler sees it."""
+    first = {}
+    places = [x.untyped_storage()._cdata for x in operands if isinstance(x, torch.Tensor)]
+    return [first.setdefault(place, i) for i, place in enumerate(places)]
+
+
+def test_a_compiler_sees_the_same_storages_at_every_call(device):
+    """One that sees written memory shared may order operands by storage, then and later."""
+
+    def looking(code, examples):
+        seen = by_storage(examples)
+
+        def call(*operands):
+            assert by_storage(operands) == seen
+            return code.forward(*operands)
+
+        return call
+
+    def fn(x):
+        written, read = x.sin(), x.cos()
+        y = plus_one(x)
+        rows_of, columns = written.t(), written[:, 1:]
+        rows_of.mul_(2)
+        columns.add_(y[:, 1:])
+        return written + read[:, None, 0] + read.t().reshape(x.shape) + read
+
+    compiled = with_inner(fn, looking)
+    with torch.no_grad():
+        for _ in range(4):
+            x = rows(device)
+            assert_same(compiled(x), fn(x))
+    assert not torch_bcg.stats().unfused
 
 
 def test_what_one_segment_reads_another_writes(device):

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ Function = Callable[..., Sequence[Any]]
 Compiler = Callable[[fx.GraphModule, list[Any]], Function]
 
 _ALIGNMENT = 16  # bytes that compilers ask about an address
+_COPIED = 1 << 20  # bytes that may be copied so that a part of them is written
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Inner:
                 form = self.forms[code] = _Form.of(code)
             given = [self.operand(space, segment, n, operands[n]) for n in form.names]
             sizes = dict(zip(space.symbols, space.key, strict=True))
-            made = self.find(space, form, given, sizes)
+            made = _crossing(given) or self.find(space, form, given, sizes)
             if not isinstance(made, str):
                 wanted = [_Wanted.of(space, n) for n in segment.outputs]
                 order = [list(operands).index(n) for n in form.names]
@@ -141,6 +143,8 @@ class Inner:
         Returns:
             It, or why there is nothing.
         """
+        if _copied(given) > _COPIED:
+            return "operands overlap in large memory that is written"
         key = form.key, _layout(given), *(g.key for g in given)
         there = self.made.setdefault(key, [])
         # For the largest size that is expected, so that it does not matter which comes first.
@@ -257,7 +261,7 @@ class _Operand:
             return type(self.value), self.expr
         x = self.value
         at = x.data_ptr() % _ALIGNMENT
-        return self.size, self.stride, x.dtype, x.device, self.written, at
+        return self.size, self.stride, x.dtype, x.device, x.is_conj(), self.written, at
 
 
 def _shared(given: Sequence[_Operand]) -> dict[int, list[int]]:
@@ -286,6 +290,17 @@ def _room(given: Sequence[_Operand], places: Sequence[int]) -> int:
     return max(int(given[i].value.untyped_storage().nbytes()) for i in places)
 
 
+def _copied(given: Sequence[_Operand]) -> int:
+    """Bytes that compilers copy whole, since operands overlap in them and one is written."""
+    rooms = [0]
+    for places in _shared(given).values():
+        spans = ((given[i].offset, memory.extent(given[i].value)) for i in places)
+        pairs = itertools.pairwise(sorted(spans))
+        if any(at + extent > after for (at, extent), (after, _) in pairs):
+            rooms.append(_room(given, places))
+    return max(rooms)
+
+
 def _unfit(code: fx.GraphModule, operands: Any) -> str | None:
     """Why a segment is not given to a compiler, or None."""
     if lanes_of(code):
@@ -300,9 +315,24 @@ def _unfit(code: fx.GraphModule, operands: Any) -> str | None:
             return f"an operand is a {type(x).__name__}"
         if isinstance(x, Tensor) and x.layout is not torch.strided:
             return f"an operand is {x.layout}"
-        # Inductor reads the memory of such a tensor as if the values were those that lie there.
-        if isinstance(x, Tensor) and (x.is_conj() or x.is_neg()):
-            return "an operand is conjugated or negated where it is read"
+        if isinstance(x, Tensor) and x.is_neg():  # Inductor reads what lies there, unnegated
+            return "an operand is a negative view"
+    return None
+
+
+def _crossing(given: Sequence[_Operand]) -> str | None:
+    """Why operands are not given to a compiler, to which storages are apart: these overlap.
+
+    So do tensors over one buffer of NumPy's or another library's, each with a storage of its own.
+    """
+    rooms: dict[int, int] = {}
+    for i, g in enumerate(given):
+        if isinstance(g.value, Tensor):
+            rooms[g.storage] = max(rooms.get(g.storage, 0), _room(given, [i]))
+    for start in {g.storage for g in given if g.written}:
+        for other, room in rooms.items():
+            if other != start and other < start + rooms[start] and start < other + room:
+                return "it writes memory that two storages share"
     return None
 
 
@@ -358,8 +388,7 @@ def _alike(
             like = own.set_(flats[g.storage].untyped_storage(), place, size, stride)
         else:
             like = make(size, stride, dtype=x.dtype, device=x.device)
-        like = torch._conj(like) if x.is_conj() else like
-        made.append(torch._neg_view(like) if x.is_neg() else like)
+        made.append(torch._conj(like) if x.is_conj() else like)
     return made
 
 
@@ -384,6 +413,20 @@ def _warm(function: Function, given: Sequence[_Operand]) -> None:
     with contextlib.suppress(torch.OutOfMemoryError):
         function(*_alike(given, known, zeros))
     torch.cuda.synchronize()
+
+
+def _unshared(own: list[Any], grouped: Collection[int]) -> None:
+    """Gives each operand that is only read a storage of its own, over the same memory.
+
+    The examples had one each, and AOTAutograd (torch 2.11) orders operands by storage as soon as
+    some that share one are written.
+    """
+    taken = set()
+    for i, x in enumerate(own):
+        if isinstance(x, Tensor) and i not in grouped:
+            place = x.untyped_storage().data_ptr()
+            own[i] = memory.unowned(x) if place in taken else x
+            taken.add(place)
 
 
 @dataclass(frozen=True)
@@ -433,6 +476,8 @@ def _apart(
             return results
         for i, _ in members:
             own[i] = memory.in_storage(whole, own[i])
+    if layout:
+        _unshared(own, {i for _, members in layout for i, _ in members})
     taken = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, Tensor)}
     made: list[Tensor] = []
     for x, like in zip(function(*own), wanted, strict=True):

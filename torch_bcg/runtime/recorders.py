@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,9 @@ class CudaRecorder:
                 pool.abandon()
                 raise
             try:
-                graph.capture_end()
+                with warnings.catch_warnings():  # a compiler may leave nothing of a segment
+                    warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                    graph.capture_end()
             except RuntimeError as error:
                 pool.abandon()
                 named = unjoined(code, error)
