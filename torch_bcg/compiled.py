@@ -388,6 +388,8 @@ class CompiledGraph:
             self.full.clear()
             self.programs.wasted = 0
             self.probed = False
+            if self.inner is not None:
+                self.inner.forget()
             self.rows.reset()
             self.make_plan()
             registration.forget(self)

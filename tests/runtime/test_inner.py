@@ -306,6 +306,51 @@ def test_shared_memory_is_one_storage_at_every_call(device):
     assert all(len(storages) == 1 for storages in seen)
 
 
+class Fails(Plain):
+    """Raises for the examples that ``when`` picks."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+
+    def __call__(self, code, examples):
+        self.examples.append(examples)
+        if self.when(examples, len(self.examples)):
+            raise RuntimeError("no room on the disk")
+        return code.forward
+
+
+def test_a_reset_tries_again_what_failed(device):
+    compiler = Fails(lambda examples, number: number == 1)
+    compiled = with_inner(lambda x: plus_one(x) * 2, compiler)
+    x = rows(device)
+    with torch.no_grad():
+        with pytest.warns(BCGWarning, match="no room on the disk"):
+            compiled(x)
+        compiled(x)
+        assert compiler.compilations == 1
+        torch_bcg.reset(compiled)
+        for _ in range(3):
+            assert_same(compiled(x), (x + 1) * 2)
+    assert compiler.compilations == 2
+    assert sum(torch_bcg.stats().unfused.values()) == 1
+
+
+def test_a_size_that_fails_is_no_reason_for_another(device):
+    def is_64(examples, number):
+        return any(isinstance(x, torch.SymInt) and x == 64 for x in examples)
+
+    options = {"inner": Fails(is_64), "buckets": [8, 64]}
+    compiled = torch.compile(
+        lambda x: plus_one(x) * 2, backend="bcg", dynamic=True, options=options
+    )
+    with torch.no_grad(), pytest.warns(BCGWarning, match="no room on the disk"):
+        for n in (8, 7, 64, 60, 8, 5):
+            x = rows(device, n, 6)
+            assert_same(compiled(x), (x + 1) * 2)
+    assert sum(torch_bcg.stats().unfused.values()) == 1
+
+
 def by_storage(operands):
     """Which tensors among operands lie in one storage, as a compiler sees it."""
     first = {}
@@ -676,6 +721,79 @@ def test_reasons_are_counted_apart(device):
         check(layers(device, 4), lambda i: (rows(device),), options={"inner": compiler})
     assert sum(issubclass(w.category, BCGWarning) for w in caught) == 2
     assert torch_bcg.stats().unfused == {"ValueError: a": 2, "ValueError: b": 3}
+
+
+def test_a_negative_view_is_not_read_as_what_lies_there(device, inductor):
+    """Inductor (torch 2.13) takes no notice of the sign."""
+
+    def fn(x):
+        y = plus_one(x.real)
+        return plus_one(y * x.conj().imag) * 2, y
+
+    with pytest.warns(BCGWarning, match="an operand is a negative view"):
+        check(
+            fn,
+            lambda i: (rows(device, dtype=torch.complex64),),
+            exact=False,
+            options={"inner": inductor},
+        )
+    assert torch_bcg.stats().inner_compilations == 1  # what follows is fused
+
+
+class Cached(nn.Module):
+    """Writes a few rows of a large buffer and reads others.
+
+    Args:
+        device: of the buffer.
+        number: of its rows.
+        views: of the buffer -> what is written, and what is read.
+    """
+
+    def __init__(self, device, number, views):
+        super().__init__()
+        self.views = views
+        self.register_buffer("cache", torch.zeros(number, 4, device=device))
+
+    def forward(self, x):
+        at = torch.arange(3, device=x.device) * 2
+        y = plus_one(x)
+        written, read = self.views(self.cache)
+        written[at] = y
+        return plus_one(read[at].view(3, -1, 4).sum(1) + y)
+
+
+CACHES = {
+    "overlapping": (1 << 17, lambda cache: (cache, cache.view(-1, 2, 4)), 1),
+    "side by side": (1 << 17, lambda cache: cache.chunk(2), 0),
+    "one operand": (1 << 17, lambda cache: (cache, cache), 0),
+    "small": (64, lambda cache: (cache, cache.view(-1, 2, 4)), 0),
+}
+
+
+@pytest.mark.parametrize(("number", "views", "unfused"), CACHES.values(), ids=CACHES)
+def test_a_large_static_tensor_is_not_copied_to_write_a_part_of_it(device, number, views, unfused):
+    """AOTAutograd copies all that overlapping operands are views of, at every call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BCGWarning)
+        check(
+            Cached(device, number, views),
+            lambda i: (rows(device, 3, 4),),
+            exact=False,
+            options={"inner": aot_eager},
+        )
+    assert sum(torch_bcg.stats().unfused.values()) == unfused
+
+
+def test_large_memory_of_the_call_itself_is_fused(device):
+    """A result was computed whole in this very call: a copy of it is no surprise."""
+
+    def fn(x):
+        y = plus_one(x)
+        y[:, 2:].mul_(y[:, :2])
+        return plus_one(y.view(-1) * 2)
+
+    with compiles(1):
+        check(fn, lambda i: (rows(device, 1 << 17, 4),), exact=False, options={"inner": Plain()})
 
 
 @pytest.mark.cuda

@@ -177,10 +177,12 @@ class Fused:
     Attributes:
         plain: the operations.
         forward: takes the operands of ``plain``, returns its results.
+        source: of whoever made it.
     """
 
     plain: fx.GraphModule
     forward: Callable[..., Sequence[Any]]
+    source: Any = None
 
     @property
     def graph(self) -> fx.Graph:

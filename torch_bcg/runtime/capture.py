@@ -15,7 +15,7 @@ import torch
 
 from torch_bcg.errors import CaptureError
 from torch_bcg.graph.ir import GraphSegment
-from torch_bcg.graph.lower import failed_node
+from torch_bcg.graph.lower import Fused, failed_node
 from torch_bcg.runtime.calls import Bound, bind
 from torch_bcg.runtime.device import no_collection
 from torch_bcg.runtime.fronts import Scene
@@ -50,7 +50,6 @@ def capture(
         taken = space.slots.taken
         with no_room():
             space.bind()
-        before = space.pool.reserved()
         recordings = {}
         recorded_kernels = 0
         for segment in space.plan.graph_segments:
@@ -58,7 +57,7 @@ def capture(
             recordings[segment.index] = record(space, segment, unrecorded(segment.index), inner)
             recorded_kernels += 0 if unrecorded(segment.index) else segment.kernels
         space.held.clear()
-        grown = max(0, space.pool.reserved() - before)
+        grown = space.grown
         scene = Scene(space, recordings, aliases, checks)
 
         def at(key: tuple[int, ...]) -> Bound:
@@ -110,13 +109,20 @@ def record(
     operands = list(space.operands(segment).values())
     made = [lambda v=space.values[n]: space.recorded(v) for n in segment.outputs]
     recorder = recorder_for(space.pool, unrecorded)
+    before = space.pool.reserved()
     try:
         recording = recorder.record(code, operands, made)
     except Exception as error:  # anybody's operator raises anything; it becomes a reason
-        if inner is None or code is plain or isinstance(error, torch.OutOfMemoryError):
+        if (
+            inner is None
+            or not isinstance(code, Fused)
+            or isinstance(error, torch.OutOfMemoryError)
+        ):
             raise capture_error(segment, failed_node(error), error) from error
+        inner.refuse(code, reason_of(error))
         inner.tell(reason_of(error), segment)
         return record(space, segment, unrecorded, None)
+    space.grown += max(0, space.pool.reserved() - before)
     space.codes[segment.index] = code
     space.keep(segment.outputs, recording.outputs)
     return dataclasses.replace(recording, outputs=())

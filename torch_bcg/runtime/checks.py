@@ -114,8 +114,9 @@ def verified(again: Again, replay: Step, tolerance: Mapping[torch.dtype, float] 
             apart = difference(ours, real, tolerance)
             if apart:
                 fix = (
-                    f"Run it unrecorded with execute='segments:{again.segment.index}'; if that is "
-                    "right, mark what reads host state in it with torch_bcg.eager_on_graph."
+                    f"Run it unrecorded with execute='segments:{again.segment.index}', with "
+                    "inner='eager' if it is fused; if that is right, mark what reads host state "
+                    "in it with torch_bcg.eager_on_graph."
                 )
                 raise again.fail("verify", name, apart, fix, is_sampled(real))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_bcg.graph import modes
 from torch_bcg.graph.ir import Segment
 from torch_bcg.runtime.workspace import Workspace
 
@@ -27,7 +28,8 @@ def inline(space: Workspace, args: Sequence[Any]) -> Any:
     Returns:
         What the graph returns.
     """
-    return _Inline(space, args).run()
+    with modes.preserved():
+        return _Inline(space, args).run()
 
 
 class _Inline:

@@ -1,4 +1,4 @@
-"""Recorded segments through another compiler: a lowered segment in, a module of one call out.
+"""Recorded segments through another compiler: a lowered segment in, one function out.
 
 Segments that are alike are compiled once, for sizes that are symbols. Likeness is the code with its
 literals, and of each operand what the compiler may rely on: sizes, strides, dtype, device,
@@ -45,10 +45,10 @@ Function = Callable[..., Sequence[Any]]
 Compiler = Callable[[fx.GraphModule, list[Any]], Function]
 
 _ALIGNMENT = 16  # bytes that compilers ask about an address
-_COPIED = 1 << 20  # bytes that may be copied so that a part of them is written
+_COPIED = 1 << 20  # bytes of a static tensor that may be copied to write a part of it
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Made:
     """What the compiler made of like segments, and for which sizes.
 
@@ -57,12 +57,14 @@ class _Made:
         fixed: symbols that are numbers in it.
         guards: of the other symbols.
         names: symbol of the plan -> that of the guards.
+        refused: why it cannot be recorded, or "".
     """
 
     function: Function
     fixed: Mapping[str, int]
     guards: SizeGuards
     names: Mapping[str, str]
+    refused: str = ""
 
     def at(self, sizes: Mapping[str, int]) -> Function:
         """What takes the operands alone."""
@@ -86,9 +88,18 @@ class Inner:
     def __init__(self, compiler: str | Compiler, facts: Facts) -> None:
         self.facts = facts
         self.compiler = inductor if isinstance(compiler, str) else compiler
-        self.made: dict[Hashable, list[_Made | str]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Back to nothing compiled."""
+        self.made: dict[Hashable, list[_Made]] = {}
+        self.failed: dict[Hashable, str] = {}  # by likeness and hints
         self.forms: dict[fx.GraphModule, _Form] = {}  # keys name objects of theirs
         self.told: set[str] = set()
+
+    def refuse(self, code: Fused, reason: str) -> None:
+        """What was compiled cannot be recorded: like segments do not try again."""
+        code.source.refused = reason
 
     def of(self, space: Workspace, segment: GraphSegment, code: fx.GraphModule) -> Code:
         """``code`` as one call of what the compiler made of it, or as it is."""
@@ -100,14 +111,14 @@ class Inner:
                 form = self.forms[code] = _Form.of(code)
             given = [self.operand(space, segment, n, operands[n]) for n in form.names]
             sizes = dict(zip(space.symbols, space.key, strict=True))
-            made = _crossing(given) or self.find(space, form, given, sizes)
+            made = _crossing(given) or _copied(given) or self.find(space, form, given, sizes)
             if not isinstance(made, str):
                 wanted = [_Wanted.of(space, n) for n in segment.outputs]
                 order = [list(operands).index(n) for n in form.names]
                 call = functools.partial(
                     _apart, code, made.at(sizes), order, _layout(given), wanted
                 )
-                return Fused(code, call)
+                return Fused(code, call, made)
             reason = made
         self.tell(reason, segment)
         return code
@@ -119,17 +130,19 @@ class Inner:
         if not isinstance(x, Tensor):
             return _Operand(x, expr=v.expr if v is not None and v.home == "size" else repr(x))
         size, stride = tuple(map(str, x.shape)), tuple(map(str, x.stride()))
-        written = False
+        written = static = False
         if known is not None and known.is_tensor:
             (fact,) = known.tensors
             written = fact.storage in segment.writes
+            owner = space.values.get(self.facts.origin[fact.storage])
+            static = owner is not None and owner.home == "static"
             if symbols_of(fact.spec):
                 at = space.geometries.get(name)
                 at = at or at_sizes({name: fact.spec}, space.symbols, space.key)[name]
                 if at[:2] == (tuple(x.shape), x.stride()):  # else it is of this size alone
                     size, stride = fact.spec.size, fact.spec.stride
         storage, offset = x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.itemsize
-        return _Operand(x, size, stride, "", written, storage, offset)
+        return _Operand(x, size, stride, "", written, storage, offset, static)
 
     def find(
         self,
@@ -143,18 +156,22 @@ class Inner:
         Returns:
             It, or why there is nothing.
         """
-        if _copied(given) > _COPIED:
-            return "operands overlap in large memory that is written"
         key = form.key, _layout(given), *(g.key for g in given)
         there = self.made.setdefault(key, [])
         # For the largest size that is expected, so that it does not matter which comes first.
         for hints in dict.fromkeys((space.most_key, space.key)):
             for made in there:
-                if isinstance(made, str) or made.allows(sizes):
-                    return made
-            hinted = dict(zip(space.symbols, hints, strict=True))
-            there.append(self.tried(form.code, given, hinted, sizes))
-        return there[-1]
+                if made.allows(sizes):
+                    return made.refused or made
+            if (key, hints) not in self.failed:
+                hinted = dict(zip(space.symbols, hints, strict=True))
+                new = self.tried(form.code, given, hinted, sizes)
+                if isinstance(new, str):
+                    self.failed[key, hints] = new
+                else:
+                    there.append(new)
+        fit = next((made for made in there if made.allows(sizes)), None)
+        return fit or self.failed.get((key, space.key)) or "what was compiled is for other sizes"
 
     def tried(
         self,
@@ -244,6 +261,7 @@ class _Operand:
         expr: of a number.
         written: the segment writes it.
         storage, offset: address of its storage, and bytes from there.
+        static: it lies in a static tensor.
     """
 
     value: Any
@@ -253,6 +271,7 @@ class _Operand:
     written: bool = False
     storage: int = 0
     offset: int = 0
+    static: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -290,17 +309,6 @@ def _room(given: Sequence[_Operand], places: Sequence[int]) -> int:
     return max(int(given[i].value.untyped_storage().nbytes()) for i in places)
 
 
-def _copied(given: Sequence[_Operand]) -> int:
-    """Bytes that compilers copy whole, since operands overlap in them and one is written."""
-    rooms = [0]
-    for places in _shared(given).values():
-        spans = ((given[i].offset, memory.extent(given[i].value)) for i in places)
-        pairs = itertools.pairwise(sorted(spans))
-        if any(at + extent > after for (at, extent), (after, _) in pairs):
-            rooms.append(_room(given, places))
-    return max(rooms)
-
-
 def _unfit(code: fx.GraphModule, operands: Any) -> str | None:
     """Why a segment is not given to a compiler, or None."""
     if lanes_of(code):
@@ -333,6 +341,20 @@ def _crossing(given: Sequence[_Operand]) -> str | None:
         for other, room in rooms.items():
             if other != start and other < start + rooms[start] and start < other + room:
                 return "it writes memory that two storages share"
+    return None
+
+
+def _copied(given: Sequence[_Operand]) -> str | None:
+    """Why operands are not given to a compiler, to which overlapping ones are views of one tensor.
+
+    To write one it copies the whole tensor: a cache of which a call touches a few rows.
+    """
+    for places in _shared(given).values():
+        spans = ((given[i].offset, memory.extent(given[i].value)) for i in places)
+        pairs = itertools.pairwise(sorted(spans))
+        overlap = any(at + extent > after for (at, extent), (after, _) in pairs)
+        if overlap and given[places[0]].static and _room(given, places) > _COPIED:
+            return "it writes a large static tensor of which operands overlap"
     return None
 
 
@@ -405,14 +427,16 @@ def _warm(function: Function, given: Sequence[_Operand]) -> None:
     tensors = [g.value for g in given if isinstance(g.value, Tensor)]
     if not any(t.is_cuda for t in tensors):
         return
+    device = next(t.device for t in tensors if t.is_cuda)
     known = [(x.shape, x.stride()) if isinstance(x := g.value, Tensor) else x for g in given]
 
     def zeros(*form: Any, **kind: Any) -> Tensor:
         return torch.empty_strided(*form, **kind).zero_()
 
-    with contextlib.suppress(torch.OutOfMemoryError):
+    # Random numbers are drawn as if this had not been.
+    with torch.random.fork_rng([device]), contextlib.suppress(torch.OutOfMemoryError):
         function(*_alike(given, known, zeros))
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
 
 
 def _unshared(own: list[Any], grouped: Collection[int]) -> None:

@@ -63,7 +63,7 @@ class Program:
         bound = self.bound.get(key)
         if bound is None:
             if len(self.bound) >= MOST_BOUND:
-                del self.bound[next(iter(self.bound))]  # the one bound first
+                del self.bound[next(k for k in self.bound if k != self.key)]  # the one bound first
             bound = self.bound[key] = self.bind(key)
         return bound
 

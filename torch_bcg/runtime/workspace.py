@@ -32,6 +32,7 @@ class Workspace:
         held: storage -> tensors that keep the memory of a recorded segment for later ones.
         flats: slots of the graph by name, which the program keeps alive.
         codes: by index, what was recorded of segments.
+        grown: bytes that the pool grew by when they were recorded.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Workspace:
         self.arena = pool.arena
         self.flats: dict[str, Tensor] = {}
         self.codes: dict[int, Code] = {}
+        self.grown = 0
         self.symbols = [s for s, _, _ in plan.symbols]
 
     def bind(self) -> None:
