@@ -13,21 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import operator
 import time
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_bcg.counters import counters
 from torch_bcg.errors import BCGWarning
@@ -36,16 +29,20 @@ from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.known import Facts
 from torch_bcg.graph.likeness import canonical, code_key, with_sizes
 from torch_bcg.graph.lower import Code, Fused
-from torch_bcg.graph.sizes import at_sizes, compiled, symbols_of
+from torch_bcg.graph.sizes import at_sizes, symbols_of
 from torch_bcg.runtime import memory
-from torch_bcg.runtime.lanes import lanes_of
+from torch_bcg.runtime.inductor import Compiler, Function, Symbols, inductor
+from torch_bcg.runtime.operands import (
+    Layout,
+    Operand,
+    alike,
+    copied,
+    crossing,
+    layout_of,
+    unfit,
+    unshare,
+)
 from torch_bcg.runtime.workspace import Workspace
-
-Function = Callable[..., Sequence[Any]]
-Compiler = Callable[[fx.GraphModule, list[Any]], Function]
-
-_ALIGNMENT = 16  # bytes that compilers ask about an address
-_COPIED = 1 << 20  # bytes of a static tensor that may be copied to write a part of it
 
 
 @dataclass
@@ -104,31 +101,31 @@ class Inner:
     def of(self, space: Workspace, segment: GraphSegment, code: fx.GraphModule) -> Code:
         """``code`` as one call of what the compiler made of it, or as it is."""
         operands = space.operands(segment)
-        reason = _unfit(code, operands.values())
+        reason = unfit(code, operands.values())
         if reason is None:
             form = self.forms.get(code)
             if form is None:
                 form = self.forms[code] = _Form.of(code)
             given = [self.operand(space, segment, n, operands[n]) for n in form.names]
             sizes = dict(zip(space.symbols, space.key, strict=True))
-            made = _crossing(given) or _copied(given) or self.find(space, form, given, sizes)
+            made = crossing(given) or copied(given) or self.find(space, form, given, sizes)
             if not isinstance(made, str):
                 wanted = [_Wanted.of(space, n) for n in segment.outputs]
                 order = [list(operands).index(n) for n in form.names]
                 call = functools.partial(
-                    _apart, code, made.at(sizes), order, _layout(given), wanted
+                    _apart, code, made.at(sizes), order, layout_of(given), wanted
                 )
                 return Fused(code, call, made)
             reason = made
         self.tell(reason, segment)
         return code
 
-    def operand(self, space: Workspace, segment: GraphSegment, name: str, x: Any) -> _Operand:
+    def operand(self, space: Workspace, segment: GraphSegment, name: str, x: Any) -> Operand:
         """What the compiler may rely on about an operand of a segment."""
         name = space.lowering.canonical.get(name, name)
         known, v = self.facts.nodes.get(name), space.values.get(name)
         if not isinstance(x, Tensor):
-            return _Operand(x, expr=v.expr if v is not None and v.home == "size" else repr(x))
+            return Operand(x, expr=v.expr if v is not None and v.home == "size" else repr(x))
         size, stride = tuple(map(str, x.shape)), tuple(map(str, x.stride()))
         written = static = False
         if known is not None and known.is_tensor:
@@ -142,13 +139,13 @@ class Inner:
                 if at[:2] == (tuple(x.shape), x.stride()):  # else it is of this size alone
                     size, stride = fact.spec.size, fact.spec.stride
         storage, offset = x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.itemsize
-        return _Operand(x, size, stride, "", written, storage, offset, static)
+        return Operand(x, size, stride, "", written, storage, offset, static)
 
     def find(
         self,
         space: Workspace,
         form: _Form,
-        given: Sequence[_Operand],
+        given: Sequence[Operand],
         sizes: Mapping[str, int],
     ) -> _Made | str:
         """What was made of a segment like this one for sizes like these, or is made now.
@@ -156,7 +153,7 @@ class Inner:
         Returns:
             It, or why there is nothing.
         """
-        key = form.key, _layout(given), *(g.key for g in given)
+        key = form.key, layout_of(given), *(g.key for g in given)
         there = self.made.setdefault(key, [])
         # For the largest size that is expected, so that it does not matter which comes first.
         for hints in dict.fromkeys((space.most_key, space.key)):
@@ -176,7 +173,7 @@ class Inner:
     def tried(
         self,
         code: fx.GraphModule,
-        given: Sequence[_Operand],
+        given: Sequence[Operand],
         hinted: Mapping[str, int],
         sizes: Mapping[str, int],
     ) -> _Made | str:
@@ -194,17 +191,13 @@ class Inner:
         return made
 
     def compile(
-        self, code: fx.GraphModule, given: Sequence[_Operand], sizes: Mapping[str, int]
+        self, code: fx.GraphModule, given: Sequence[Operand], sizes: Mapping[str, int]
     ) -> _Made:
-        """Compiles a segment for symbols that have these values now; 0 and 1 are no symbols."""
-        mode = FakeTensorMode(shape_env=ShapeEnv())
-        fixed = {s: n for s, n in sizes.items() if n < 2}
-        symbols = {s: n if s in fixed else _symbol(mode, s, n) for s, n in sizes.items()}
-        names = {s: str(x) for s, x in symbols.items() if s not in fixed}
-        examples = [symbols[s] for s in names] + _examples(given, symbols, mode)
-        with tracing(TracingContext(mode)):
-            function = self.compiler(with_sizes(code, list(names)), examples)
-        return _Made(function, fixed, SizeGuards(mode.shape_env), names)
+        """Compiles a segment for symbols that have these values now."""
+        known = Symbols(sizes)
+        named = with_sizes(code, list(known.names))
+        function = known.compile(self.compiler, named, known.examples(given))
+        return _Made(function, known.fixed, known.guards, known.names)
 
     def tell(self, reason: str, segment: GraphSegment) -> None:
         """Counts a segment that stays as it is, and says so once a reason."""
@@ -218,15 +211,6 @@ class Inner:
 def reason_of(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def inductor(code: fx.GraphModule, examples: list[Any]) -> Function:
-    """Inductor without CUDA graphs of its own, drawing the random numbers that eager draws."""
-    compiler = torch._dynamo.lookup_backend("inductor")
-    own: dict[str, Any] = {"triton.cudagraphs": False, "fallback_random": True}
-    with torch._inductor.config.patch(own):
-        function: Function = compiler(code, examples)
-    return function
 
 
 @dataclass(frozen=True)
@@ -251,174 +235,7 @@ class _Form:
         )
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """What the compiler may rely on about one operand.
-
-    Attributes:
-        value: the operand: a tensor or a number.
-        size, stride: expressions of the plan's symbols.
-        expr: of a number.
-        written: the segment writes it.
-        storage, offset: address of its storage, and bytes from there.
-        static: it lies in a static tensor.
-    """
-
-    value: Any
-    size: tuple[str, ...] = ()
-    stride: tuple[str, ...] = ()
-    expr: str = ""
-    written: bool = False
-    storage: int = 0
-    offset: int = 0
-    static: bool = False
-
-    @property
-    def key(self) -> Hashable:
-        """What makes another operand one that the same code can take."""
-        if not isinstance(self.value, Tensor):
-            return type(self.value), self.expr
-        x = self.value
-        at = x.data_ptr() % _ALIGNMENT
-        return self.size, self.stride, x.dtype, x.device, x.is_conj(), self.written, at
-
-
-def _shared(given: Sequence[_Operand]) -> dict[int, list[int]]:
-    """Storages that are written and hold several operands -> the places of those."""
-    written = {g.storage for g in given if g.written}
-    places: dict[int, list[int]] = {}
-    for i, g in enumerate(given):
-        if g.storage in written:
-            places.setdefault(g.storage, []).append(i)
-    return {storage: several for storage, several in places.items() if len(several) > 1}
-
-
-Layout = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-
-
-def _layout(given: Sequence[_Operand]) -> Layout:
-    """Which operands share memory that is written: bytes of the storage, (operand, offset)."""
-    return tuple(
-        (_room(given, places), tuple((i, given[i].offset) for i in places))
-        for places in _shared(given).values()
-    )
-
-
-def _room(given: Sequence[_Operand], places: Sequence[int]) -> int:
-    """Bytes of the storage of some operands; what somebody else owns may be known in part."""
-    return max(int(given[i].value.untyped_storage().nbytes()) for i in places)
-
-
-def _unfit(code: fx.GraphModule, operands: Any) -> str | None:
-    """Why a segment is not given to a compiler, or None."""
-    if lanes_of(code):
-        return "it works on side streams"
-    attributes = [
-        operator.attrgetter(str(n.target))(code) for n in code.graph.find_nodes(op="get_attr")
-    ]
-    if any(isinstance(a, Tensor) for a in attributes):
-        return "it holds a tensor of its own"
-    for x in operands:
-        if isinstance(x, Tensor) and is_traceable_wrapper_subclass(x):
-            return f"an operand is a {type(x).__name__}"
-        if isinstance(x, Tensor) and x.layout is not torch.strided:
-            return f"an operand is {x.layout}"
-        if isinstance(x, Tensor) and x.is_neg():  # Inductor reads what lies there, unnegated
-            return "an operand is a negative view"
-    return None
-
-
-def _crossing(given: Sequence[_Operand]) -> str | None:
-    """Why operands are not given to a compiler, to which storages are apart: these overlap.
-
-    So do tensors over one buffer of NumPy's or another library's, each with a storage of its own.
-    """
-    rooms: dict[int, int] = {}
-    for i, g in enumerate(given):
-        if isinstance(g.value, Tensor):
-            rooms[g.storage] = max(rooms.get(g.storage, 0), _room(given, [i]))
-    for start in {g.storage for g in given if g.written}:
-        for other, room in rooms.items():
-            if other != start and other < start + rooms[start] and start < other + room:
-                return "it writes memory that two storages share"
-    return None
-
-
-def _copied(given: Sequence[_Operand]) -> str | None:
-    """Why operands are not given to a compiler, to which overlapping ones are views of one tensor.
-
-    To write one it copies the whole tensor: a cache of which a call touches a few rows.
-    """
-    for places in _shared(given).values():
-        spans = ((given[i].offset, memory.extent(given[i].value)) for i in places)
-        pairs = itertools.pairwise(sorted(spans))
-        overlap = any(at + extent > after for (at, extent), (after, _) in pairs)
-        if overlap and given[places[0]].static and _room(given, places) > _COPIED:
-            return "it writes a large static tensor of which operands overlap"
-    return None
-
-
-def _symbol(mode: FakeTensorMode, name: str, hint: int) -> Any:
-    """A size that is known to be 2 or more, and to be ``hint`` now."""
-    shapes, source = mode.shape_env, ConstantSource(name)
-    assert shapes is not None
-    symbol = shapes.create_symbol(hint, source, DimDynamic.DYNAMIC, constraint_dim=None)
-    return shapes.create_symintnode(symbol, hint=hint, source=source)
-
-
-def _examples(
-    given: Sequence[_Operand], symbols: Mapping[str, Any], mode: FakeTensorMode
-) -> list[Any]:
-    """Fake operands."""
-    wanted: list[str] = []
-    for g in given:
-        tensor = isinstance(g.value, Tensor)
-        wanted.append(f"({_row(g.size)}, {_row(g.stride)})" if tensor else g.expr)
-    known = compiled(wanted, list(symbols))(*symbols.values())
-    with mode:
-        return _alike(given, known, torch.empty_strided)
-
-
-def _alike(
-    given: Sequence[_Operand], known: Sequence[Any], make: Callable[..., Tensor]
-) -> list[Any]:
-    """Other operands in other memory, which those share that share memory that is written.
-
-    Those are no views of another tensor, and all over one storage, as `_apart` gives them: of
-    operands that share memory a compiler takes the tensor that they are views of, if there is one.
-
-    Args:
-        given: the operands.
-        known: of each, sizes and strides to give it, or a number.
-        make: makes memory from sizes, strides, dtype and device.
-    """
-    flats: dict[int, Tensor] = {}
-    for storage, places in _shared(given).items():
-        x = given[places[0]].value
-        room = _room(given, places) // x.itemsize
-        flats[storage] = make((room,), (1,), dtype=x.dtype, device=x.device)
-    made: list[Any] = []
-    for g, form in zip(given, known, strict=True):
-        x = g.value
-        if not isinstance(x, Tensor):
-            made.append(form)
-            continue
-        size, stride = form
-        if g.storage in flats:
-            own = torch.empty(0, dtype=x.dtype, device=x.device)
-            place = g.offset // x.itemsize
-            like = own.set_(flats[g.storage].untyped_storage(), place, size, stride)
-        else:
-            like = make(size, stride, dtype=x.dtype, device=x.device)
-        made.append(torch._conj(like) if x.is_conj() else like)
-    return made
-
-
-def _row(expressions: Sequence[str]) -> str:
-    return "(" + "".join(e + "," for e in expressions) + ")"
-
-
-def _warm(function: Function, given: Sequence[_Operand]) -> None:
+def _warm(function: Function, given: Sequence[Operand]) -> None:
     """Calls it once on stand-ins: a GPU loads and tunes kernels at the first call of each.
 
     All of them are zero, an index that is never out of range: an operator may write what its schema
@@ -435,22 +252,8 @@ def _warm(function: Function, given: Sequence[_Operand]) -> None:
 
     # Random numbers are drawn as if this had not been.
     with torch.random.fork_rng([device]), contextlib.suppress(torch.OutOfMemoryError):
-        function(*_alike(given, known, zeros))
+        function(*alike(given, known, zeros))
     torch.cuda.synchronize(device)
-
-
-def _unshared(own: list[Any], grouped: Collection[int]) -> None:
-    """Gives each operand that is only read a storage of its own, over the same memory.
-
-    The examples had one each, and AOTAutograd (torch 2.11) orders operands by storage as soon as
-    some that share one are written.
-    """
-    taken = set()
-    for i, x in enumerate(own):
-        if isinstance(x, Tensor) and i not in grouped:
-            place = x.untyped_storage().data_ptr()
-            own[i] = memory.unowned(x) if place in taken else x
-            taken.add(place)
 
 
 @dataclass(frozen=True)
@@ -501,7 +304,7 @@ def _apart(
         for i, _ in members:
             own[i] = memory.in_storage(whole, own[i])
     if layout:
-        _unshared(own, {i for _, members in layout for i, _ in members})
+        unshare(own, {i for _, members in layout for i, _ in members})
     taken = {x.untyped_storage().data_ptr() for x in operands if isinstance(x, Tensor)}
     made: list[Tensor] = []
     for x, like in zip(function(*own), wanted, strict=True):
