@@ -551,6 +551,19 @@ def test_a_guard_is_asked_again_at_each_size(device):
     assert torch_bcg.stats().unfused == {}
 
 
+def test_the_largest_size_is_compiled_once_though_it_is_for_no_other(device):
+    def asked(examples):
+        made.append([int(e) for e in examples if isinstance(e, torch.SymInt)])
+
+    made = []
+    compiled = with_inner(lambda x: plus_one(x) * 2, Plain(asked), buckets=[4, 8, 16])
+    with torch.no_grad():
+        for n in (3, 7, 15, 4, 8):
+            x = dynamic(rows(device, n, 6))
+            assert_same(compiled(x), (x + 1) * 2)
+    assert made == [[16], [4], [8]]
+
+
 def plus_one_twice(x):
     return plus_one(x.tanh() * 2) * 3
 

@@ -90,7 +90,8 @@ class Inner:
     def forget(self) -> None:
         """Back to nothing compiled."""
         self.made: dict[Hashable, list[_Made]] = {}
-        self.failed: dict[Hashable, str] = {}  # by likeness and hints
+        self.asked: set[Hashable] = set()  # likeness and hints
+        self.failed: dict[Hashable, str] = {}  # those with nothing
         self.forms: dict[fx.GraphModule, _Form] = {}  # keys name objects of theirs
         self.told: set[str] = set()
 
@@ -160,7 +161,8 @@ class Inner:
             for made in there:
                 if made.allows(sizes):
                     return made.refused or made
-            if (key, hints) not in self.failed:
+            if (key, hints) not in self.asked:
+                self.asked.add((key, hints))
                 hinted = dict(zip(space.symbols, hints, strict=True))
                 new = self.tried(form.code, given, hinted, sizes)
                 if isinstance(new, str):
