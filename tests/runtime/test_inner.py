@@ -3,17 +3,22 @@ differs: what eager keeps apart is apart, what it writes is written, numbers are
 
 import contextlib
 import copy
+import operator
 import shutil
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import torch_bcg
 from mutants.on_padding import dynamic
 from torch_bcg.errors import BCGWarning, CheckError
+from torch_bcg.graph.likeness import code_key
+from torch_bcg.graph.lower import Fused
+from torch_bcg.runtime import capture
+from torch_bcg.runtime.recorders import recorder_for
 from twin import add_one_to, assert_same, check, counted, double_into, plus_one
 
 
@@ -153,6 +158,30 @@ def test_a_negative_zero_is_not_the_zero_compiled_before(device):
         return 1 / (plus_one(x.abs()) * 0.0), 1 / (plus_one(x.abs()) * -0.0), y
 
     check(fn, lambda i: (rows(device),), options={"inner": Plain()})
+
+
+def test_a_list_is_not_a_tuple():
+    """One index picks rows, the other one element."""
+
+    def picked(index):
+        graph = fx.Graph()
+        graph.output((graph.call_function(operator.getitem, (graph.placeholder("x"), index)),))
+        return code_key(fx.GraphModule({}, graph))
+
+    assert picked([0, 1]) == picked([0, 1])
+    assert picked([0, 1]) != picked((0, 1))
+
+
+def test_a_conjugate_view_is_shown_as_one_and_unlike_others(device):
+    def fn(x):
+        y, z = plus_one(x), plus_one(x * 1j)
+        return plus_one(y.conj() * 2), plus_one(z * 2)
+
+    inner = Plain()
+    check(fn, lambda i: (rows(device, dtype=torch.complex64),), options={"inner": inner})
+    operands = [e for examples in inner.examples for e in examples]
+    assert sum(e.is_conj() for e in operands) == 1
+    assert inner.compilations == 3  # the first one makes z
 
 
 def chained(*kinds):
@@ -809,6 +838,27 @@ def test_large_memory_of_the_call_itself_is_fused(device):
         check(fn, lambda i: (rows(device, 1 << 17, 4),), exact=False, options={"inner": Plain()})
 
 
+def test_what_could_not_be_recorded_is_not_tried_again(device, monkeypatch):
+    """Of a compiled segment and of those alike, the first one alone."""
+    tried = []
+
+    class Recorder:
+        def __init__(self, *how):
+            self.recorder = recorder_for(*how)
+
+        def record(self, code, *rest):
+            if isinstance(code, Fused):
+                tried.append(code)
+                raise TypeError("not on this stream")
+            return self.recorder.record(code, *rest)
+
+    monkeypatch.setattr(capture, "recorder_for", Recorder)
+    with pytest.warns(BCGWarning, match="not on this stream"):
+        check(layers(device, 4), lambda i: (rows(device),), options={"inner": Plain()})
+    assert len(tried) == 3
+    assert torch_bcg.stats().unfused == {"TypeError: not on this stream": 5}
+
+
 @pytest.mark.cuda
 def test_a_function_that_cannot_be_recorded_is_left_out():
     def wait(results, operands):
@@ -1031,6 +1081,49 @@ def test_a_call_amid_a_replay_may_have_its_arguments_elsewhere(device, start):
             got = amid_a_replay(device, compiled, mine)
             assert_same((got, whole), (parts_written(x), want))
     assert torch_bcg.stats().unfused == {}
+
+
+def test_a_call_amid_a_replay_may_have_its_arguments_elsewhere_in_a_storage_as_large(device):
+    """Slots of a few rows have the room of those of more rows, which were recorded before."""
+    compiled = with_inner(parts_written, aot_eager, on_eager_call="count")
+    with torch.no_grad():
+        for n in (8, 8, 4, 4):
+            compiled(dynamic(rows(device, n, 6)))
+        whole = rows(device, 8, 6)
+        want = whole.clone()
+        got = amid_a_replay(device, compiled, dynamic(whole[4:]))
+        assert_same((got, whole), (parts_written(want[4:]), want))
+
+
+def test_a_call_amid_a_replay_that_raises_leaves_no_mode_behind(device):
+    """Of a program called directly: Dynamo puts the modes of a function back itself."""
+    raises = []
+
+    @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x))
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if raises:
+            raise ValueError("no")
+        return x + 1
+
+    def fn(x):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            y = x @ x
+            return step(y) @ x
+
+    compiled = with_inner(fn, Plain(), on_eager_call="count")
+    x = rows(device, 6, 6)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(compiled(x), fn(x))
+        (program,) = torch_bcg.programs(compiled)
+        raises.append(1)
+
+        def caught():
+            with pytest.raises(ValueError, match="no"):
+                program(x)
+            return torch.is_autocast_enabled(device)
+
+        assert amid_a_replay(device, caught) is False
 
 
 @pytest.mark.cuda
