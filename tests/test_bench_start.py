@@ -67,6 +67,21 @@ def test_losses_are_timed_beside_eager(bench, variant, rows):
     assert bench.text([eager, replay, capture], {}).count("never") == (pays is None)
 
 
+@pytest.mark.parametrize("variant", ["tiny", "padded", "once"])
+def test_a_loss_is_recorded_after_another_model(bench, monkeypatch, variant):
+    started, seen = bench.started, []
+
+    def noted(case, sizes, **options):
+        seen.append(sizes)
+        return started(case, sizes, **options)
+
+    monkeypatch.setattr(bench, "started", noted)
+    bench.lose(variant, ARGS)
+    first, timed = seen
+    assert first == [bench.WARM_ROWS]
+    assert bench.WARM_ROWS not in timed
+
+
 def test_tiny_segments_are_one_kernel_each(bench):
     case = bench.Case(0, 32, 4, torch.device("cpu"))
     case.layers = torch.nn.ModuleList(bench.Tiny() for _ in range(3))
