@@ -49,6 +49,7 @@ from harness import (
     Refused,
     check_names,
     measure,
+    noting,
     parser,
     progress,
     save,
@@ -123,19 +124,6 @@ def check(
 
 
 # times
-
-
-def noting(call: Call, host: list[float], times: int = 1) -> Call:
-    """So many calls back to back, and a note of the microseconds until they return."""
-
-    def noted(ids: Tensor) -> Any:
-        start = time.perf_counter_ns()
-        for _ in range(times):
-            result = call(ids)
-        host.append((time.perf_counter_ns() - start) / 1000)
-        return result
-
-    return noted
 
 
 def times_of(

@@ -57,6 +57,7 @@ from harness import (
     Refused,
     check_names,
     measure,
+    noting,
     parser,
     save,
     say,
@@ -208,19 +209,6 @@ def make(case: Case, names: Iterable[str], notes: dict[str, str]) -> dict[str, t
 
 
 # times
-
-
-def noting(call: Call, host: list[float], times: int = 1) -> Call:
-    """So many calls back to back, and a note of the microseconds until they return."""
-
-    def noted(x: Tensor) -> Any:
-        start = time.perf_counter_ns()
-        for _ in range(times):
-            result = call(x)
-        host.append((time.perf_counter_ns() - start) / 1000)
-        return result
-
-    return noted
 
 
 def times_of(

@@ -73,6 +73,15 @@ class Lowering:
             direct=segment.kind == "eager",
         )
 
+    def call(self, name: str, value: Callable[[str], Any]) -> Any:
+        """What a node returns for operands that ``value`` gives by name."""
+        node = self.nodes[name]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda p: value(p.name))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
     def lower(
         self,
         name: str,

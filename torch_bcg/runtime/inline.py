@@ -6,7 +6,6 @@ fused segments as well, one after the other with the eager operations between th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,16 +73,9 @@ class _Inline:
         for known in (self.values, self.views):
             if name in known:
                 return known[name]
-        made = self.made(self.space.lowering.nodes[name])
+        if self.space.lowering.nodes[name].op == "get_attr":
+            made = self.space.attribute(name)
+        else:
+            made = self.space.lowering.call(name, self.value)
         (self.values if name in self.last else self.views)[name] = made
         return made
-
-    def made(self, node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return operator.attrgetter(str(node.target))(self.space.lowering.gm)
-        given = (node.args, node.kwargs)
-        args, kwargs = fx.node.map_arg(given, lambda n: self.value(n.name))
-        target: Any = node.target
-        if node.op == "call_method":
-            return getattr(args[0], str(target))(*args[1:], **kwargs)
-        return target(*args, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from torch_bcg.graph.ir import GraphSegment, Plan, Segment, TensorSpec, Value
 from torch_bcg.graph.lower import Code, Lowering
@@ -87,7 +87,7 @@ class Workspace:
                 assert v.spec is not None
                 self.bound[v.name] = self.slot(v.memory or v.name, v.spec, v.name)
             elif v.home == "constant":
-                self.bound[v.name] = self.made(v.name)
+                self.bound[v.name] = self.lowering.call(v.name, self.resolve)
         for s in self.plan.number_slots:
             self.bound[s.name] = torch.zeros(
                 (), dtype=getattr(torch, s.dtype), device=self.plan.device
@@ -150,14 +150,5 @@ class Workspace:
                 view = memory.moved_view(self.resolve(v.base), v.spec.dtype, shifted)
                 self.bound[name] = memory.shared(view)
             else:
-                self.bound[name] = self.made(name)
+                self.bound[name] = self.lowering.call(name, self.resolve)
         return self.bound[name]
-
-    def made(self, name: str) -> Any:
-        """Calls a node on the fixed values it takes."""
-        node = self.lowering.nodes[name]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda p: self.resolve(p.name))
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        target: Any = node.target
-        return target(*args, **kwargs)
