@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import torch_bcg
 from mutants.on_padding import dynamic
-from torch_bcg.errors import BCGWarning, CheckError
+from torch_bcg.errors import BCGWarning, CheckError, OutputError
 from torch_bcg.graph.likeness import code_key
 from torch_bcg.graph.lower import Fused
 from torch_bcg.runtime import capture
@@ -1093,6 +1093,87 @@ def test_a_call_amid_a_replay_may_have_its_arguments_elsewhere_in_a_storage_as_l
         want = whole.clone()
         got = amid_a_replay(device, compiled, dynamic(whole[4:]))
         assert_same((got, whole), (parts_written(want[4:]), want))
+
+
+RUNS = []
+
+
+@torch.library.custom_op("test_inner::noted_double", mutates_args=())
+def noted_double(x: torch.Tensor) -> torch.Tensor:
+    RUNS.append(len(x))
+    return x * 2
+
+
+@noted_double.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def like_a_product(x):
+    y = noted_double(x)
+    z = torch.empty_like(y)
+    z[1:] = y[:-1] * 2
+    z[0] = y[-1]
+    return plus_one(z * 2) * 3
+
+
+def test_a_call_amid_a_replay_computes_nothing_twice(device):
+    """What is allocated like a value of a segment does not need that value again."""
+    compiled = with_inner(like_a_product, Plain(), on_eager_call="count")
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device)
+            assert_same(compiled(x), like_a_product(x))
+        for _ in range(3):
+            x = rows(device)
+            want = like_a_product(x)
+            RUNS.clear()
+            assert_same(amid_a_replay(device, compiled, x), want)
+            assert RUNS == [4]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_call_amid_a_replay_may_give_a_segment_other_strides(device, compiler, request):
+    """An eager result need not have the strides that the compiler was told."""
+    kind = request.getfixturevalue("inductor") if compiler == "inductor" else aot_eager
+
+    @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x))
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).t().contiguous().t()
+
+    def fn(x):
+        return turned(x * 2) * 3 + 1
+
+    compiled = with_inner(fn, kind, on_eager_call="count")
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device)
+            assert_same(compiled(x).contiguous(), fn(x).contiguous())
+        for _ in range(3):
+            x = rows(device)
+            got = amid_a_replay(device, compiled, x)
+            assert_same(got.contiguous(), fn(x).contiguous())
+    assert torch_bcg.stats().unfused == {}
+
+
+def test_a_call_amid_a_replay_refuses_what_the_fake_does_not_say(device):
+    wrong = []
+
+    @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x))
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.double() if wrong else x + 1
+
+    compiled = with_inner(lambda x: step(x * 2) * 3, Plain(), on_eager_call="count")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+
+        def caught():
+            wrong.append(True)
+            with pytest.raises(OutputError, match="is not what its fake"):
+                compiled(rows(device))
+
+        amid_a_replay(device, caught)
 
 
 def test_a_call_amid_a_replay_that_raises_leaves_no_mode_behind(device):

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from torch_bcg.graph import modes
 from torch_bcg.graph.ir import Segment
+from torch_bcg.runtime import memory
+from torch_bcg.runtime.recorders import wrong_output
 from torch_bcg.runtime.workspace import Workspace
 
 
@@ -50,7 +52,8 @@ class _Inline:
     def run(self) -> Any:
         for segment in self.space.plan.segments:
             results = self.space.code(segment).forward(*self.operands(segment))
-            self.values.update(zip(segment.outputs, results, strict=True))
+            for name, result in zip(segment.outputs, results, strict=True):
+                self.values[name] = self.as_planned(name, result, segment)
             self.views.clear()
             # As when it is recorded, memory goes after its last reader.
             done = [n for n in self.values if n in self.last and self.last[n] <= segment.index]
@@ -58,6 +61,23 @@ class _Inline:
                 del self.values[name]
         (node,) = self.space.lowering.gm.graph.find_nodes(op="output")
         return fx.node.map_arg(node.args[0], lambda n: self.value(n.name))
+
+    def as_planned(self, name: str, result: Any, segment: Segment) -> Any:
+        """What recorded segments read of an eager one, with the strides that they were made for."""
+        v = self.space.values.get(name)
+        if v is None or v.home != "bridge":
+            return result
+        assert v.spec is not None
+        size, stride, _ = geometry = self.space.geometries[name]
+        known = isinstance(result, Tensor) and result.shape == size
+        if known and result.dtype is getattr(torch, v.spec.dtype) and result.stride() == stride:
+            return result
+        planned = memory.allocate(v.spec, geometry)
+        if not known or result.dtype is not planned.dtype:
+            raise wrong_output(name, f"segment {segment.index}", planned, result)
+        once = memory.once(planned)
+        once(planned).copy_(once(result))
+        return planned
 
     def operands(self, segment: Segment) -> list[Any]:
         taken = [self.value(n) for n in (*segment.inputs, *segment.carried)]
@@ -73,7 +93,11 @@ class _Inline:
         for known in (self.values, self.views):
             if name in known:
                 return known[name]
-        if self.space.lowering.nodes[name].op == "get_attr":
+        v = self.space.values.get(name)
+        if v is not None and v.home == "scratch":  # never what it is like: that may be gone
+            assert v.spec is not None
+            made = memory.allocate(v.spec, self.space.geometries[name])
+        elif self.space.lowering.nodes[name].op == "get_attr":
             made = self.space.attribute(name)
         else:
             made = self.space.lowering.call(name, self.value)
