@@ -44,8 +44,9 @@ class Experts(nn.Module):
 
     def grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Rows sorted by expert, one grouped product for all: the work of k experts a row."""
-        numbers = torch.arange(len(self.gate_up), device=x.device)
-        chosen, order = experts.flatten().sort(stable=True)
+        # A quarter of the bits to sort by: on a GPU that takes time, for few keys as well.
+        numbers = torch.arange(len(self.gate_up), dtype=torch.int16, device=x.device)
+        chosen, order = experts.flatten().to(torch.int16).sort(stable=True)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         rows = x[order // experts.shape[1]]
         inner = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)

@@ -48,10 +48,15 @@ def _sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def expanded(block: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-    """The next streams [P, n, D]: the block's output [P, D] by ``post``, old ones by ``mix``."""
-    dtype = streams.dtype
-    kept = torch.matmul(mix.to(dtype).transpose(-1, -2), streams)
-    return post.to(dtype).unsqueeze(-1) * block.unsqueeze(-2) + kept
+    """The next streams [P, n, D]: the block's output [P, D] by ``post``, old ones by ``mix``.
+
+    Stream by stream: a product of matrices as small as ``mix`` leaves most of a GPU idle, and no
+    compiler fuses it.
+    """
+    out = post.unsqueeze(-1) * block.unsqueeze(1)
+    for old, shares in zip(streams.unbind(1), mix.unbind(1), strict=True):
+        out = torch.addcmul(out, shares.unsqueeze(-1), old.unsqueeze(1))
+    return out.to(streams.dtype)
 
 
 class HyperHead(nn.Module):
