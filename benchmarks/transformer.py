@@ -136,13 +136,12 @@ class Case:
             compiled(x)
         return compiled
 
-    def by_bcg(self, inner: str, execute: str = "graphs", checks: str = "address") -> Call:
-        """Compiled by the backend, and replayed."""
-        options = {"execute": execute, "check": checks}
+    def by_bcg(self, inner: str, name: str = "", **options: Any) -> Call:
+        """Compiled by the backend, and replayed; ``name`` tells it from those of other options."""
         options["on_eager_call"] = "count"  # a floor records an eager call
         if inner != "eager":
             options["inner"] = inner
-        compiled = self.compiled(f"{inner}_{execute}_{checks}", backend="bcg", options=options)
+        compiled = self.compiled(f"{inner}_{name}", backend="bcg", options=dict(options))
         before = torch_bcg.stats()
         compiled(*self.inputs(1))
         if not replayed(before, torch_bcg.stats()):

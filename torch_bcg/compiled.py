@@ -50,8 +50,9 @@ from torch_bcg.runtime.inline import inline
 from torch_bcg.runtime.inner import Inner
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.probe import probe
-from torch_bcg.runtime.program import Program
+from torch_bcg.runtime.program import Moved, Program
 from torch_bcg.runtime.slots import Slots
+from torch_bcg.runtime.statics import Statics
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
 from torch_bcg.sources import check_apart, let_integers_vary, metadata_behind
@@ -107,6 +108,7 @@ class CompiledGraph:
         self.lost: Reason | None = None
         self.generation = (-1, -1)
         self.programs = Programs(self.pool)
+        self.fits = Statics.begin if "address" in options.check else Statics.first
         self.slots = Slots()
         self.seen: dict[Key, int] = {}  # real runs by key
         self.full: set[Key] = set()  # for which there was no memory
@@ -173,13 +175,22 @@ class CompiledGraph:
             target = self.rows.key_for(key)
             if isinstance(target, str):
                 return self.run_eagerly(args, target)
-            program = self.programs.find(target, args, "address" in self.options.check)
-            if program is None or self.rows.due(key, target):
-                return self.run_for_real(key, args, target)
-            return self.run_program(program, args, key)
+            program = self.programs.find(target, args, self.fits)
+            if program is not None and not self.rows.due(key, target):
+                try:
+                    return self.run_program(program, args, key)
+                except Moved:  # it begins like this program's calls
+                    program = self.programs.find(target, args)
+                    if program is not None:
+                        return self.run_program(program, args, key)
+            return self.run_for_real(key, args, target)
 
     def replay(self, program: Program, args: Sequence[Any]) -> Any:
-        """A call that names its program, past Dynamo and the search for a key."""
+        """A call that names its program, past Dynamo and the search for a key.
+
+        Raises:
+            Moved: a static tensor lies elsewhere.
+        """
         with self.pool.lock:
             prevented = self.pool.prevented()
             if prevented:
@@ -187,7 +198,11 @@ class CompiledGraph:
             return self.run_program(program, args, self.key(args))
 
     def run_program(self, program: Program, args: Sequence[Any], key: Key) -> Any:
-        """Replays a program that fits these arguments, unless their memory overlaps."""
+        """Replays a program that fits these arguments, unless their memory overlaps.
+
+        Raises:
+            Moved: a static tensor lies elsewhere.
+        """
         try:
             bound = program.at(key)
         except torch.OutOfMemoryError:  # copies for a size that is new; nothing has run
@@ -278,7 +293,7 @@ class CompiledGraph:
 
     def is_time(self, key: Key, target: Key, args: Sequence[Any]) -> bool:
         """Whether to record now: at once where sizes are padded, else at the second call."""
-        if self.rows.due(key, target) or self.programs.find(target, args, every=True):
+        if self.rows.due(key, target) or self.programs.find(target, args):
             return False
         return self.rows.padded or self.seen[key] >= 2
 
@@ -342,7 +357,7 @@ class CompiledGraph:
     def run_inline(self, args: Sequence[Any], reason: str) -> Any:
         """An eager call amid a capture or a replay: of fused segments, where some fit it."""
         key = self.key(args)
-        program = None if self.inner is None else self.programs.find(key, args, every=True)
+        program = None if self.inner is None else self.programs.find(key, args)
         if program is None:
             return self.run_eagerly(args, reason)
         overlaps = program.at(key).overlaps

@@ -20,7 +20,7 @@ from torch_bcg.graph.ir import Plan
 from torch_bcg.metadata import refresh
 from torch_bcg.metadata.schema import at, copied, layout_of, put
 from torch_bcg.runtime.memory import shared
-from torch_bcg.runtime.program import Program
+from torch_bcg.runtime.program import Moved, Program
 
 T = TypeVar("T")
 
@@ -84,19 +84,27 @@ class ProgramHandle:
                 the first one is looked at), or an argument has another shape, stride or dtype than
                 the program was recorded for.
         """
-        program, full = self._program, list(self._full)
         if len(args) != len(self._given):
             raise _unfit("number of arguments", str(len(self._given)), str(len(args)))
-        for place, x in zip(self._given, args, strict=True):
-            full[place] = x
-        for target, source, dim in (*self._rows, *self._sizes):
-            full[target] = full[source].shape[dim]
-        with self._graph.pool.lock:  # nobody frees it between the look and the call
-            every = "address" in self._graph.options.check
-            if program.dead or not program.statics.match(full, every):
-                raise _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
-            self._check(args, self._graph.key(full))
-            outputs: tuple[Any, ...] = self._graph.replay(program, full)
+        graph, program = self._graph, self._program
+        with graph.pool.lock:  # nobody frees it between the look and the call
+            full = self._full  # no copy: of hundreds of weights that takes as long as all the rest
+            try:
+                for place, x in zip(self._given, args, strict=True):
+                    full[place] = x
+                for target, source, dim in (*self._rows, *self._sizes):
+                    full[target] = full[source].shape[dim]
+                if program.dead or not graph.fits(program.statics, full):
+                    raise Moved
+                self._check(args, graph.key(full))
+                outputs: tuple[Any, ...] = graph.replay(program, full)
+            except Moved:
+                raise _unfit(
+                    "static tensors", "alive, at the addresses recorded", "moved or gone"
+                ) from None
+            finally:
+                for place in self._given:
+                    full[place] = None
         return outputs
 
     def _check(self, args: Sequence[Any], key: tuple[int, ...]) -> None:

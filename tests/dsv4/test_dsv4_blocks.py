@@ -46,7 +46,7 @@ def test_experts(device, form, rows):
         exact = Experts(config).to(device, torch.float64)
         exact.load_state_dict(model.state_dict())
         want = experts_by_hand(exact, x.double(), experts, weights.double())
-    assert got.shape == x.shape and got.dtype == dtype
+    assert (got.shape, got.dtype) == (x.shape, dtype)
     assert error(got, want) < LIMITS[dtype]
 
 
@@ -59,5 +59,5 @@ def test_the_next_streams(device, dtype):
     got = expanded(block, streams, post, mix)
     want = torch.einsum("pj,pd->pjd", post.double(), block.double())
     want += torch.einsum("pij,pid->pjd", mix.double(), streams.double())
-    assert got.shape == streams.shape and got.dtype == dtype
+    assert (got.shape, got.dtype) == (streams.shape, dtype)
     assert error(got, want) < LIMITS[dtype]

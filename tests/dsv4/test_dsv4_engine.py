@@ -7,6 +7,7 @@ import torch_bcg
 from dsv4 import hf_models
 from torch_bcg.dsv4 import DSV4Config, Engine, random_model
 from torch_bcg.dsv4.requests import Request, Scheduler, inputs
+from torch_bcg.errors import OptionError
 from twin import counted
 
 OPTIONS = {"buckets": [4, 12], "on_eager_call": "error"}
@@ -33,8 +34,8 @@ class Side:
             return self.engine.model.logits(self.engine.step(*inputs(works, self.engine.pools)))
 
 
-def pair(model, lengths):
-    return Side(model, lengths), Side(model, lengths, "bcg", OPTIONS)
+def pair(model, lengths, **more):
+    return Side(model, lengths), Side(model, lengths, "bcg", OPTIONS | more)
 
 
 def same(sides, most):
@@ -124,6 +125,19 @@ def test_more_engines_than_dynamo_keeps_graphs_of_one_code(device):
                 same(sides, most)
         assert counts.replays >= 1
         sides[1].engine.close()
+
+
+def test_an_engine_without_guards_about_modules(model):
+    """What `torch.compile` takes reaches it; what the backend does not know is refused."""
+    unguarded = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    sides = pair(model, (20, 9), **unguarded)
+    with counted() as counts:
+        for most in (12, 12, 4):
+            same(sides, most)
+    assert counts.replays >= 1
+    sides[1].engine.close()
+    with pytest.raises(OptionError, match="guard_filter"):
+        Engine(model, model.config.layout(256, 2), "bcg", {"guard_filter": None})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from mutants.recorders import (
 )
 from torch_bcg.graph import modes
 from torch_bcg.graph.plan import _Planner
-from torch_bcg.runtime import calls, memory, probe, steps
+from torch_bcg.runtime import calls, memory, probe, statics, steps
 from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import Pool
 from torch_bcg.runtime.program import Program
@@ -186,7 +186,7 @@ def inference_slots(original):
 
 MUTANTS = {
     "never replays": replaced(Programs, "find", always(None)),
-    "address not in the key": replaced(Statics, "match", always(True)),
+    "address not in the key": replaced(statics, "same_addresses", always(True)),
     "moved tensors unseen": replaced(Statics, "moved", always([])),
     "dead programs kept": replaced(Programs, "drop", always(None)),
     "programs not freed": replaced(Program, "free", always(None)),

@@ -26,6 +26,8 @@ from torch_bcg.dsv4.pools import Pools
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.buckets import LADDER
 
+DYNAMO_S = ("guard_filter_fn",)  # options that `torch.compile` takes before the backend sees them
+
 
 class Body(nn.Module):
     """What is compiled: the model on the pools of one engine."""
@@ -65,9 +67,9 @@ class Engine:
         model: stays as it is; its device and dtype are those of everything here.
         layout: how much memory there is, and for what.
         backend: ``"bcg"``; None: eager, every step at its own number of rows.
-        options: of the backend. ``buckets`` are sizes that steps are brought up to here; a step
-            above them, and every step without them, has a program of its own size. Other options
-            of padding do nothing here.
+        options: of the backend, and ``guard_filter_fn`` of `torch.compile`. ``buckets`` are sizes
+            that steps are brought up to here; a step above them, and every step without them, has a
+            program of its own size. Other options of padding do nothing here.
 
     Attributes:
         pools: the memory.
@@ -97,10 +99,11 @@ class Engine:
         self.sizes: tuple[int, ...] = ()
         self.compiled: Any = body
         if backend is not None:
-            given = torch_bcg.Options.make(options)
+            options = dict(options or {})
+            given = torch_bcg.Options.make({n: options[n] for n in options if n not in DYNAMO_S})
             self.sizes = LADDER if given.buckets == "ladder" else given.buckets or ()
             programs = max(given.max_programs, len(self.sizes))
-            mine = {**(options or {}), "buckets": None, "max_programs": programs}
+            mine = {**options, "buckets": None, "max_programs": programs}
             self.compiled = torch.compile(body, backend=backend, options=mine)
         self.backend = backend
         self.kept: dict[int, DSV4Metadata] = {}

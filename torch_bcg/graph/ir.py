@@ -92,6 +92,12 @@ class Plan:
         return tuple(s for s in self.segments if isinstance(s, GraphSegment))
 
     @property
+    def opening(self) -> GraphSegment | None:
+        """The first segment, if a call may begin with it and then be another program's."""
+        first = self.segments[0] if self.segments else None
+        return first if isinstance(first, GraphSegment) and first.repeatable else None
+
+    @property
     def reasons(self) -> tuple[Reason, ...]:
         """Every reason of every cut, in the order of the program."""
         return tuple(r for s in self.segments if isinstance(s, EagerSegment) for r in s.reasons)

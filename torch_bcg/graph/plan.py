@@ -185,11 +185,23 @@ class _Planner(Homes):
             "writes": tuple(sorted(written)),
             "unwritten": tuple(n for n in names if self.is_unwritten(n, written)),
             "random": any(self.facts.nodes[n].random for n in names),
+            "repeatable": self.is_repeatable(names, written),
         }
         if stretch.reasons:
             return EagerSegment(**common, reasons=tuple(stretch.reasons))  # type: ignore[arg-type]
         own = [(n, i, s.name) for (n, i), s in slots.items() if n in set(names)]
         return GraphSegment(**common, number_slots=tuple(own))  # type: ignore[arg-type]
+
+    def is_repeatable(self, names: Iterable[str], written: Iterable[int]) -> bool:
+        """Whether nodes write memory of the program alone, draw nothing and talk to nobody."""
+        if any(self.nodes[self.facts.origin[s]].op in ("placeholder", "get_attr") for s in written):
+            return False
+        for f in (self.facts.nodes[n] for n in names):
+            # An operator of somebody else's may be a collective: other processes count its calls.
+            known = f.operators and all(o.namespace in ("aten", "prims") for o in f.operators)
+            if f.kernels and (f.random or not known):
+                return False
+        return True
 
     def is_unwritten(self, name: str, written: set[int]) -> bool:
         """Whether a node of a segment allocates what the segment does not write."""

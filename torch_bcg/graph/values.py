@@ -144,6 +144,7 @@ class Segment:
         writes: storages that it writes.
         fronts: in a padded program, the values it takes or makes that hold rows.
         random: it draws random numbers.
+        repeatable: run twice, it leaves what it leaves run once, and nobody else has noticed.
         unwritten: of what it makes, memory that it does not write.
     """
 
@@ -160,6 +161,7 @@ class Segment:
     writes: tuple[int, ...] = ()
     fronts: tuple[Front, ...] = ()
     random: bool = False
+    repeatable: bool = False
     unwritten: tuple[str, ...] = ()
 
     @property

@@ -40,6 +40,7 @@ class Bound:
     Attributes:
         loads: (cell, place of the argument).
         steps: in order; the last ones make the outputs.
+        early: how many of them run before the last addresses are compared; 0 if all have been.
         cells, template: values of one call, and what is put back afterwards.
         result: the output leaves, from the cells.
         copied_bytes: bytes copied in, back, across cuts and out in one call.
@@ -53,6 +54,7 @@ class Bound:
 
     loads: list[tuple[int, int]]
     steps: list[steps.Step]
+    early: int
     cells: list[Any]
     template: list[Any]
     result: Callable[[list[Any]], tuple[Any, ...]]
@@ -75,6 +77,7 @@ class _Binder(Fronts):
     def __init__(self, scene: Scene, key: tuple[int, ...]) -> None:
         super().__init__(scene, key)
         self.recordings, self.aliases = scene.recordings, scene.aliases
+        self.opening = scene.opening
         self.place = {name: i for i, name in enumerate(self.plan.arguments)}
         self.cell: dict[str, int] = {}
         self.cells: list[Any] = []  # the object the steps hold; as long as the template in the end
@@ -88,10 +91,13 @@ class _Binder(Fronts):
         self.fill_numbers()
         if self.aliases is not None:  # an argument may be what the last call handed out
             self.steps.append(self.aliases.expire)
+        early = 0
         for segment in self.plan.segments:
             if isinstance(segment, GraphSegment):
                 self.steps.append(self.checked(segment, self.recordings[segment.index].replay))
                 self.written(segment)
+                if segment is self.opening:
+                    early = len(self.steps)
             elif isinstance(segment, EagerSegment):
                 self.run_eagerly(segment)
             self.copy_back(segment)
@@ -103,7 +109,7 @@ class _Binder(Fronts):
         rows = self.rows(self.key)
         overlaps = overlaps_of(self.plan, self.live, self.space.bound)
         return Bound(
-            loads, self.steps, self.cells, self.template, result, self.copied, rows,
+            loads, self.steps, early, self.cells, self.template, result, self.copied, rows,
             self.rows(self.space.key) - rows, overlaps, self.live, self.in_place(),
         )  # fmt: skip
 

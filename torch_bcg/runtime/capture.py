@@ -58,7 +58,10 @@ def capture(
             recorded_kernels += 0 if unrecorded(segment.index) else segment.kernels
         space.held.clear()
         grown = space.grown
-        scene = Scene(space, recordings, aliases, checks)
+        # What looks at a segment or hands out its memory would notice one that runs in vain.
+        plain = checks == ("address",) and aliases is None
+        opening = space.plan.opening if plain else None
+        scene = Scene(space, recordings, aliases, checks, opening)
 
         def at(key: tuple[int, ...]) -> Bound:
             with torch.inference_mode(False), torch.no_grad():
@@ -67,7 +70,7 @@ def capture(
         program = Program(
             plan=space.plan,
             key=space.key,
-            statics=statics_of(space.plan, list(space.args.values())),
+            statics=statics_of(space.plan, list(space.args.values()), opening),
             bind=at,
             kernels=space.plan.kernels,
             recorded_kernels=recorded_kernels,

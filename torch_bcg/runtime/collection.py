@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch_bcg.counters import counters
@@ -36,10 +36,15 @@ class Programs:
         """How many there are."""
         return len(self.list)
 
-    def find(self, key: tuple[int, ...], args: Sequence[Any], every: bool) -> Program | None:
-        """The program of this key whose static tensors are these; see `Statics.match`."""
+    def find(
+        self,
+        key: tuple[int, ...],
+        args: Sequence[Any],
+        fits: Callable[[Statics, Sequence[Any]], bool] = Statics.match,
+    ) -> Program | None:
+        """The program of this key whose static tensors are these, as far as ``fits`` looks."""
         for i, program in enumerate(self.list):
-            if program.key == key and program.statics.match(args, every):
+            if program.key == key and fits(program.statics, args):
                 if i:
                     self.list.insert(0, self.list.pop(i))
                 return program

@@ -21,12 +21,16 @@ from torch_bcg.runtime.workspace import Workspace
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a program was recorded into: memory, recordings by segment, outputs, checks."""
+    """What a program was recorded into: memory, recordings by segment, outputs, checks.
+
+    ``opening`` is the segment with which a call may begin before all addresses are compared.
+    """
 
     space: Workspace
     recordings: Mapping[int, Recording]
     aliases: Aliases | None
     checks: tuple[str, ...] = ()
+    opening: Segment | None = None
 
 
 class Fronts:

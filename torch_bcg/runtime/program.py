@@ -25,6 +25,10 @@ from torch_bcg.runtime.workspace import Workspace
 MOST_BOUND = 256
 
 
+class Moved(Exception):  # noqa: N818 - it ends a replay, it is no error of anybody
+    """A static tensor of this call lies elsewhere; nothing has run that may not run again."""
+
+
 @dataclass(eq=False)
 class Program:
     """Recordings bound to memory.
@@ -80,13 +84,26 @@ class Program:
         return slot
 
     def replay(self, args: Sequence[Any], bound: Bound) -> tuple[Any, ...]:
-        """One call: copy in, steps, outputs. The caller has checked key, addresses and overlaps."""
+        """One call: copy in, steps, outputs. The caller has checked key, overlaps and addresses.
+
+        Of those the late ones are compared here, while the device runs the first segment.
+
+        Raises:
+            Moved: one of them is another.
+        """
         # Held here: what a marked function frees (it may call reset) lives until the call ends.
         cells, _owners, _bind = bound.cells, self.owners, self.bind
+        steps = bound.steps
         try:
             for cell, place in bound.loads:
                 cells[cell] = args[place]
-            for step in bound.steps:
+            if bound.early:
+                for step in steps[: bound.early]:
+                    step()
+                if not self.statics.go_on(args):
+                    raise Moved
+                steps = steps[bound.early :]
+            for step in steps:
                 step()
             self.replays += 1
             return bound.result(cells)

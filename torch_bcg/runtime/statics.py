@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bcg.graph.ir import Plan, Value
+from torch_bcg.graph.ir import Plan, Segment, Value
 from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.memory import Range
@@ -38,6 +38,8 @@ class Statics:
         found_at: their addresses; of a wrapper subclass, those of its inner tensors.
         objects: weak references; a program dies with any of its tensors.
         indices: places of the plain ones.
+        early: of these, those to compare before anything of a call runs.
+        late: those to compare once the first segment runs, if its call can still be another's.
         pointers: by place, the addresses of the plain ones.
         wrapped: (place, addresses of the inner tensors) of wrapper subclasses.
     """
@@ -47,22 +49,29 @@ class Statics:
     found_at: list[tuple[int, ...]]
     objects: list[weakref.ref[Tensor]]
     indices: list[int]
+    early: list[int]
+    late: list[int]
     pointers: list[int | None]
     wrapped: list[tuple[int, tuple[int, ...]]]
 
-    def match(self, args: Sequence[Any], every: bool = True) -> bool:
-        """Whether ``args`` has the same memory in the same places.
+    def match(self, args: Sequence[Any]) -> bool:
+        """Whether ``args`` has the same memory in the same places."""
+        return self.begin(args) and self.go_on(args)
 
-        Args:
-            args: of one call.
-            every: compare every address; without, only the first one tells two sets apart.
-        """
-        if not every:
-            return same_addresses(args, self.pointers, self.indices[:1])
+    def begin(self, args: Sequence[Any]) -> bool:
+        """Whether that is so as far as a call may begin: everything but ``late``."""
         for place, inner in self.wrapped:
             if memory.addresses(args[place]) != inner:
                 return False
-        return same_addresses(args, self.pointers, self.indices)
+        return same_addresses(args, self.pointers, self.early)
+
+    def go_on(self, args: Sequence[Any]) -> bool:
+        """Whether that is so for ``late``."""
+        return same_addresses(args, self.pointers, self.late)
+
+    def first(self, args: Sequence[Any]) -> bool:
+        """Whether the first tensor is there: it tells two sets apart that nobody moves."""
+        return same_addresses(args, self.pointers, self.indices[:1])
 
     def watch(self, died: Callable[[object], None]) -> None:
         """Calls ``died`` when a tensor of the set is garbage collected."""
@@ -123,12 +132,23 @@ def _meets(ranges: list[Range], low: int, high: int) -> bool:
     return before or (i < len(ranges) and ranges[i][0] < high)
 
 
-def statics_of(plan: Plan, args: Sequence[Any]) -> Statics:
-    """The static tensors among ``args``."""
+def statics_of(plan: Plan, args: Sequence[Any], opening: Segment | None) -> Statics:
+    """The static tensors among ``args``.
+
+    Args:
+        plan: names them.
+        args: of a call.
+        opening: a segment that a call may begin with before the others are compared.
+    """
     place = {name: i for i, name in enumerate(plan.arguments)}
     values = [v for v in plan.values if v.home == "static" and v.name in place]
     names = [v.name for v in values]
     plain = [place[v.name] for v in values if v.spec is not None]
+    early = plain
+    if opening is not None:
+        read = {v.storage for v in plan.values if v.name in opening.reads}
+        early = [place[v.name] for v in values if v.storage in read and v.spec is not None]
+        early = early or plain[:1]  # without any, two sets would not be told apart
     found_at = [memory.addresses(args[place[n]]) for n in names]
     return Statics(
         names,
@@ -136,6 +156,8 @@ def statics_of(plan: Plan, args: Sequence[Any]) -> Statics:
         found_at,
         [weakref.ref(args[place[n]]) for n in names],
         plain,
+        early,
+        [i for i in plain if i not in early],
         [x.data_ptr() if i in plain else None for i, x in enumerate(args)],
         [(place[v.name], at) for v, at in zip(values, found_at, strict=True) if v.spec is None],
     )

@@ -1,0 +1,221 @@
+"""A call begins with the first segment before all addresses are compared, where that harms nobody.
+
+A weight that only later segments read may turn out to lie elsewhere once the first one has run: then
+the call is another program's, or nobody's, and begins anew.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_bcg
+from torch_bcg.errors import BCGError, BCGWarning
+from twin import assert_same, counted, plus_one
+
+RUNS = []
+
+
+@torch.library.custom_op("test_opening::sent", mutates_args=())
+def sent(x: torch.Tensor) -> torch.Tensor:
+    """Like a collective: somebody else counts how often it is called."""
+    RUNS.append(len(x))
+    return x * 2
+
+
+@sent.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def rows(device, *shape, **kwargs):
+    return torch.randn(*(shape or (4, 6)), device=device, **kwargs)
+
+
+def pure(model, x):
+    return x
+
+
+def of_a_view(model, x):
+    return x @ model.first.weight.view(3, 2, 6)[:, 1].t() @ model.first.weight[:3]
+
+
+def counting(model, x):
+    model.cache.add_(1)
+    return x + model.cache
+
+
+def drawing(model, x):
+    return F.dropout(x, 0.5)
+
+
+def writing(model, x):
+    return x.mul_(0.5)
+
+
+def sending(model, x):
+    return sent(x)
+
+
+class Model(nn.Module):
+    def __init__(self, device, begin=pure, first=None):
+        super().__init__()
+        self.first = first or nn.Linear(6, 6, device=device)
+        self.second = nn.Linear(6, 6, device=device)
+        self.register_buffer("cache", torch.zeros(4, 6, device=device))
+        self.begin = begin
+
+    def forward(self, x):
+        h = self.first(self.begin(self, x).tanh())
+        return self.second(plus_one(h)), h
+
+
+def compiled_twins(device, begin=pure, **options):
+    model = Model(device, begin)
+    return model, copy.deepcopy(model), torch.compile(model, backend="bcg", options=options)
+
+
+def agree(compiled, twin, device, calls=3):
+    with torch.no_grad(), counted() as counts:
+        for i in range(calls):
+            x = rows(device)
+            mine = x.clone()
+            torch.manual_seed(i)
+            want = twin(x)
+            after = torch.rand(3, device=device)
+            torch.manual_seed(i)
+            assert_same((compiled(mine), mine), (want, x))
+            assert_same(torch.rand(3, device=device), after)
+    assert_same(compiled._orig_mod.state_dict(), twin.state_dict())
+    return counts
+
+
+def move(linear):
+    """Its weight to other memory; what lay there is something else now."""
+    old = linear.weight.data
+    linear.weight.data = old.clone()
+    old.fill_(float("nan"))
+
+
+def early(compiled):
+    """How many steps of its program run before all addresses are compared."""
+    (handle,) = torch_bcg.programs(compiled)
+    return handle._program.at(handle._program.key).early
+
+
+BEGINNINGS = {pure: True, of_a_view: True, counting: False, drawing: False, writing: False,
+              sending: False}  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS, ids=lambda f: f.__name__)
+def test_a_weight_of_a_later_segment_that_moves(device, begin):
+    model, twin, compiled = compiled_twins(device, begin)
+    agree(compiled, twin, device)
+    assert (early(compiled) > 0) is BEGINNINGS[begin]
+    for _ in range(3):
+        assert agree(compiled, twin, device).replays == 3
+        move(model.second)
+        RUNS.clear()
+        with pytest.warns(BCGWarning, match="moved"):
+            first = agree(compiled, twin, device, calls=1)
+        assert (first.replays, first.captures, first.num_eager) == (0, 1, 0)
+        assert len(RUNS) == 2 * (begin is sending)  # of the twin, and of the call
+    assert len(torch_bcg.programs(compiled)) == 1
+
+
+@pytest.mark.parametrize("begin", [pure, of_a_view], ids=lambda f: f.__name__)
+def test_a_weight_of_the_first_segment_that_moves(device, begin):
+    """Its memory may be gone: a GPU that reads there stops."""
+    model, twin, compiled = compiled_twins(device, begin)
+    agree(compiled, twin, device)
+    (handle,) = torch_bcg.programs(compiled)
+    steps = handle._program.at(handle._program.key).steps
+    ran = []
+    steps[:] = [lambda s=s: (ran.append(s), s())[1] for s in steps]
+    assert agree(compiled, twin, device).replays == 3
+    assert ran
+    ran.clear()
+    move(model.first)
+    with pytest.raises(BCGError, match="moved or gone"):
+        handle(rows(device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BCGWarning)
+        agree(compiled, twin, device)
+    assert not ran
+
+
+def test_instances_of_one_first_weight_in_turn(device):
+    first = nn.Linear(6, 6, device=device)
+    models = [Model(device, first=first) for _ in range(3)]
+    compiled = [
+        torch.compile(m, backend="bcg", options={"on_moved": "error"}) for m in models
+    ]  # fmt: skip
+    twins = [copy.deepcopy(m) for m in models]
+    for one, twin in zip(compiled, twins, strict=True):
+        agree(one, twin, device, calls=2)
+    for _ in range(3):
+        for one, twin in zip(compiled, twins, strict=True):
+            counts = agree(one, twin, device, calls=1)
+            assert (counts.replays, counts.captures, counts.num_eager) == (1, 0, 0)
+
+
+def test_a_program_called_directly_says_what_moved(device):
+    model, twin, compiled = compiled_twins(device)
+    agree(compiled, twin, device)
+    (program,) = torch_bcg.programs(compiled)
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device)
+            assert_same(program(x), twin(x))
+        move(model.second)
+        for _ in range(3):
+            with pytest.raises(BCGError, match="moved or gone"):
+                program(rows(device))
+    with pytest.warns(BCGWarning, match="moved"):
+        agree(compiled, twin, device)
+
+
+def test_a_program_called_amid_its_own_call(device):
+    """The outer call's arguments are still its own afterwards."""
+    inside = []
+
+    @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x))
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if inside:
+            call, y, want = inside.pop()
+            assert_same(call(y), want)
+        return x + 1
+
+    def fn(x):
+        return step(x * 2) * x
+
+    compiled = torch.compile(fn, backend="bcg", options={"on_eager_call": "count"})
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        for _ in range(3):
+            x, y = rows(device), rows(device)
+            want = fn(x)
+            inside.append((program, y, (fn(y),)))
+            assert_same(program(x), (want,))
+            assert not inside
+            assert_same(program(y), (fn(y),))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"check": "address,verify"}, {"check": "address,poison"}, {"outputs": "alias"}],
+    ids=str,
+)
+def test_what_looks_at_segments_sees_none_that_ran_in_vain(device, options):
+    model, twin, compiled = compiled_twins(device, **options)
+    agree(compiled, twin, device)
+    assert early(compiled) == 0
+    move(model.second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BCGWarning)
+        agree(compiled, twin, device)
