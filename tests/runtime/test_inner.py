@@ -1176,6 +1176,30 @@ def test_a_call_amid_a_replay_refuses_what_the_fake_does_not_say(device):
         amid_a_replay(device, caught)
 
 
+def written_by_parts(x):
+    y = torch.empty_like(x)
+    double_into(x * 2, y)
+    y[:, :2].mul_(3)
+    y[:, 2:].add_(1)
+    return plus_one(y * 2) * 3
+
+
+def test_a_call_amid_a_replay_is_fused_at_every_size(device):
+    """Memory for a few rows has the room of that for more rows, as it has in their program."""
+    inner = Plain(change=lambda results, operands: (RUNS.append(len(operands)), results)[1])
+    compiled = with_inner(written_by_parts, inner, on_eager_call="count")
+    with torch.no_grad():
+        for n in (8, 8, 4, 4, 6, 6):
+            x = rows(device, n, 6)
+            assert_same(compiled(dynamic(x)), written_by_parts(x))
+        for n in (4, 8, 6):
+            x = rows(device, n, 6)
+            want = written_by_parts(x)
+            RUNS.clear()
+            assert_same(amid_a_replay(device, compiled, dynamic(x)), want)
+            assert len(RUNS) == 3
+
+
 def test_a_call_amid_a_replay_that_raises_leaves_no_mode_behind(device):
     """Of a program called directly: Dynamo puts the modes of a function back itself."""
     raises = []

@@ -94,9 +94,8 @@ class _Inline:
             if name in known:
                 return known[name]
         v = self.space.values.get(name)
-        if v is not None and v.home == "scratch":  # never what it is like: that may be gone
-            assert v.spec is not None
-            made = memory.allocate(v.spec, self.space.geometries[name])
+        if v is not None and v.home == "scratch":  # not from what it is like: that may be gone
+            made = memory.like(self.space.bound[name])
         elif self.space.lowering.nodes[name].op == "get_attr":
             made = self.space.attribute(name)
         else:

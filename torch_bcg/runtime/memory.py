@@ -22,6 +22,13 @@ def allocate(spec: TensorSpec, geometry: Geometry) -> Tensor:
     return torch.empty_strided(size, stride, dtype=getattr(torch, spec.dtype), device=spec.device)
 
 
+def like(t: Tensor) -> Tensor:
+    """Uninitialised memory: a storage as large as that of ``t``, and the same place in it."""
+    room = t.untyped_storage().nbytes()
+    flat = torch.empty(room, dtype=torch.uint8, device=t.device)
+    return in_storage(flat.untyped_storage(), t)
+
+
 def over(storage: torch.UntypedStorage, dtype: torch.dtype, start: int, like: Geometry) -> Tensor:
     """A tensor over ``storage`` from byte ``start`` on; it shares memory and nothing else."""
     size, stride, _ = like
