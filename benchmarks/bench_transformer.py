@@ -295,7 +295,7 @@ def one_size(case: Case, names: Sequence[str], notes: dict[str, str], args: Any)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Each number of tokens in turn; then saves and prints."""
+    """Each number of tokens in turn; saves and prints each."""
     names = check_names(args.only, MAKERS)
     if args.only is None and not args.full:
         names = [n for n in names if n not in SLOW]
@@ -309,18 +309,21 @@ def run(args: argparse.Namespace) -> None:
     layers = nn.ModuleList(Layer(width, device=device, dtype=dtype) for _ in range(count))
     layers.requires_grad_(False).eval()
     records: list[Record] = []
-    for tokens in args.tokens or (SIZES if gpu else SMALL):
+    sizes = args.tokens or (SIZES if gpu else SMALL)
+    for tokens in sizes:
         torch._dynamo.reset()  # frees what was made for the last one
         gc.collect()
         case = Case(layers, width, tokens, device)
-        records += one_size(case, [n for n in names if n not in notes], notes, args)
-    for r in records:
-        r.params |= {"layers": count, "width": width, "device": str(device)}
-        r.params["dtype"] = str(dtype).removeprefix("torch.")
-    claims = judge(records, claimed=gpu)
-    save(args.out, "transformer", records, claims=claims, notes=notes)
-    print(f"{count} layers of width {width} on {device}; microseconds")
-    print(text(records, notes))
+        new = one_size(case, [n for n in names if n not in notes], notes, args)
+        for r in new:
+            r.params |= {"layers": count, "width": width, "device": str(device)}
+            r.params["dtype"] = str(dtype).removeprefix("torch.")
+        records += new
+        claims = judge(records, claimed=gpu)
+        # After each size: a run that is ended early has said what it knew.
+        save(args.out, "transformer", records, claims=claims, notes=notes)
+        print(f"{count} layers of width {width} on {device}; microseconds")
+        print(text(new, notes if tokens == sizes[-1] else {}), flush=True)
     for c in claims:
         verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
         print(f"{c['claim']} = {c['value']:.3f}, {c['limit']}: {verdict}")
