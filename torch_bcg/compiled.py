@@ -50,7 +50,7 @@ from torch_bcg.runtime.inline import inline
 from torch_bcg.runtime.inner import Inner
 from torch_bcg.runtime.memory import Aliases
 from torch_bcg.runtime.probe import probe
-from torch_bcg.runtime.program import Moved, Program
+from torch_bcg.runtime.program import Misfit, Program
 from torch_bcg.runtime.slots import Slots
 from torch_bcg.runtime.statics import Statics
 from torch_bcg.runtime.trial import Trial
@@ -108,7 +108,7 @@ class CompiledGraph:
         self.lost: Reason | None = None
         self.generation = (-1, -1)
         self.programs = Programs(self.pool)
-        self.fits = Statics.begin if "address" in options.check else Statics.first
+        self.fits = Statics.match_early if "address" in options.check else Statics.match_first
         self.slots = Slots()
         self.seen: dict[Key, int] = {}  # real runs by key
         self.full: set[Key] = set()  # for which there was no memory
@@ -179,7 +179,7 @@ class CompiledGraph:
             if program is not None and not self.rows.due(key, target):
                 try:
                     return self.run_program(program, args, key)
-                except Moved:  # it begins like this program's calls
+                except Misfit:  # it begins like a call of this program
                     program = self.programs.find(target, args)
                     if program is not None:
                         return self.run_program(program, args, key)
@@ -189,7 +189,7 @@ class CompiledGraph:
         """A call that names its program, past Dynamo and the search for a key.
 
         Raises:
-            Moved: a static tensor lies elsewhere.
+            Misfit: a static tensor lies elsewhere.
         """
         with self.pool.lock:
             prevented = self.pool.prevented()
@@ -198,16 +198,18 @@ class CompiledGraph:
             return self.run_program(program, args, self.key(args))
 
     def run_program(self, program: Program, args: Sequence[Any], key: Key) -> Any:
-        """Replays a program that fits these arguments, unless their memory overlaps.
+        """Replays a program that fits as far as ``fits`` looked, unless memory overlaps.
 
         Raises:
-            Moved: a static tensor lies elsewhere.
+            Misfit: a static tensor lies elsewhere.
         """
         try:
             bound = program.at(key)
         except torch.OutOfMemoryError:  # copies for a size that is new; nothing has run
             return self.run_eagerly(args, "out of memory")
         if bound.overlaps is not None and bound.overlaps.found(args) is not None:
+            if bound.early and not program.statics.match_late(args):
+                raise Misfit  # it overlaps where a static tensor was, not where it is
             return self.run_eagerly(args, "overlapping arguments")
         if self.aliases is not None:
             apart = self.aliases.apart(args, bound.in_place)

@@ -141,14 +141,14 @@ class StreamError(BCGError):
 class MovedError(BCGError):
     """A tensor recorded at its own address is now somewhere else, and ``on_moved="error"`` is set.
 
-    Raised before the replay that would have read the old address.
+    Raised before any segment runs that reads the old address.
     """
 
 
 class EagerCallError(BCGError):
     """A call could not be replayed, and ``on_eager_call="error"`` is set.
 
-    Raised before any of the segments runs. Probe and warming calls never raise it.
+    Raised before anything of the caller's is written. Probe and warming calls never raise it.
     """
 
 

@@ -20,7 +20,7 @@ from torch_bcg.graph.ir import Plan
 from torch_bcg.metadata import refresh
 from torch_bcg.metadata.schema import at, copied, layout_of, put
 from torch_bcg.runtime.memory import shared
-from torch_bcg.runtime.program import Moved, Program
+from torch_bcg.runtime.program import Misfit, Program
 
 T = TypeVar("T")
 
@@ -88,20 +88,20 @@ class ProgramHandle:
             raise _unfit("number of arguments", str(len(self._given)), str(len(args)))
         graph, program = self._graph, self._program
         with graph.pool.lock:  # nobody frees it between the look and the call
-            full = self._full  # no copy: of hundreds of weights that takes as long as all the rest
+            # No copy: of hundreds of weights that takes as long as all the rest. A call of this
+            # handle amid this one fills and empties the same places, which `replay` has read.
+            full = self._full
             try:
                 for place, x in zip(self._given, args, strict=True):
                     full[place] = x
                 for target, source, dim in (*self._rows, *self._sizes):
                     full[target] = full[source].shape[dim]
                 if program.dead or not graph.fits(program.statics, full):
-                    raise Moved
+                    raise _moved()
                 self._check(args, graph.key(full))
                 outputs: tuple[Any, ...] = graph.replay(program, full)
-            except Moved:
-                raise _unfit(
-                    "static tensors", "alive, at the addresses recorded", "moved or gone"
-                ) from None
+            except Misfit:
+                raise _moved() from None
             finally:
                 for place in self._given:
                     full[place] = None
@@ -196,6 +196,10 @@ class ProgramHandle:
             for symbol, argument, dim in self.plan.call_symbols
             if dim < 0
         ]
+
+
+def _moved() -> BCGError:
+    return _unfit("static tensors", "alive, at the addresses recorded", "moved or gone")
 
 
 def _unfit(what: str, expected: str, found: str) -> BCGError:

@@ -147,6 +147,40 @@ def test_a_weight_of_the_first_segment_that_moves(device, begin):
     assert not ran
 
 
+class Adding(nn.Module):
+    """Adds to a buffer in its last segment."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.first = nn.Linear(6, 6, device=device)
+        self.register_buffer("cache", torch.zeros(4, 6, device=device))
+
+    def forward(self, x):
+        self.cache.add_(plus_one(self.first(x).tanh()))
+        return self.cache * 2
+
+
+def test_memory_where_a_static_tensor_was_is_an_argument_now(device):
+    """It overlaps with nothing that is there."""
+    model = Adding(device)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="bcg")
+    agree(compiled, twin, device)
+    assert early(compiled) > 0
+    for _ in range(3):
+        x = model.cache.detach()
+        model.cache.data = x.clone()
+        x.copy_(rows(device))
+        with (
+            pytest.warns(BCGWarning, match="moved"),
+            torch.no_grad(),
+            counted() as counts,
+        ):
+            assert_same(compiled(x), twin(x))
+        assert (counts.captures, counts.num_eager) == (1, 0)
+        assert agree(compiled, twin, device).replays == 3
+
+
 def test_instances_of_one_first_weight_in_turn(device):
     first = nn.Linear(6, 6, device=device)
     models = [Model(device, first=first) for _ in range(3)]
@@ -179,7 +213,7 @@ def test_a_program_called_directly_says_what_moved(device):
 
 
 def test_a_program_called_amid_its_own_call(device):
-    """The outer call's arguments are still its own afterwards."""
+    """Each call has read its arguments before the first eager step."""
     inside = []
 
     @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x))

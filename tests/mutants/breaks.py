@@ -187,6 +187,8 @@ def inference_slots(original):
 MUTANTS = {
     "never replays": replaced(Programs, "find", always(None)),
     "address not in the key": replaced(statics, "same_addresses", always(True)),
+    "late addresses not compared": replaced(Statics, "match_late", always(True)),
+    "every first segment runs twice": replaced(_Planner, "is_repeatable", always(True)),
     "moved tensors unseen": replaced(Statics, "moved", always([])),
     "dead programs kept": replaced(Programs, "drop", always(None)),
     "programs not freed": replaced(Program, "free", always(None)),

@@ -1,12 +1,13 @@
 """Small calls about memory that a mutant must spoil: each raises where the contract is broken."""
 
+import copy
 import gc
 import warnings
 import weakref
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torch_bcg
 from mutants.common import QUIET, Block, Fragile, rows
@@ -64,6 +65,47 @@ def replaced_parameter(device):
             else:
                 got = compiled(x)
             assert_same(got, twin(x))
+
+
+class Counting(nn.Module):
+    """Counts calls in its first segment and has its weight in its last one."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.last = nn.Linear(6, 6, device=device)
+        self.register_buffer("calls", torch.zeros((), device=device))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(plus_one(x * self.calls))
+
+
+class Scaling(nn.Module):
+    """Its first segment has a weight of its own and writes nothing."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.last = nn.Linear(6, 6, device=device)
+        self.scale = nn.Parameter(rows(device, 6))
+
+    def forward(self, x):
+        return self.last(plus_one(x * self.scale))
+
+
+def replaced_last_parameter(device):
+    for kind in (Counting, Scaling):
+        model = kind(device)
+        twin = copy.deepcopy(model)
+        compiled = torch.compile(model, backend="bcg")
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", BCGWarning)
+            for i in range(9):
+                x = rows(device)
+                if i % 3 == 2:
+                    new = rows(device, 6, 6)
+                    model.last.weight.data, twin.last.weight.data = new, new.clone()
+                assert_same(compiled(x), twin(x))
+        assert_same(model.state_dict(), twin.state_dict())
 
 
 def dead_module(device):

@@ -14,6 +14,8 @@ from torch_bcg.runtime.device import _POOLS
 KILLERS = {
     "never replays": [on_memory.plain],
     "address not in the key": [on_memory.instances, on_memory.replaced_parameter],
+    "late addresses not compared": [on_memory.replaced_last_parameter],
+    "every first segment runs twice": [on_memory.replaced_last_parameter],
     "moved tensors unseen": [on_memory.replaced_parameter],
     "dead programs kept": [on_memory.dead_module],
     "programs not freed": [on_memory.reset],

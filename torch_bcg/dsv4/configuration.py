@@ -70,6 +70,10 @@ class DSV4Config:
                 f"DSV4Config: {len(self.branches)} branches, {len(self.hash_layers)} hash_layers; "
                 "expected one of each per layer."
             )
+        if self.num_experts >= 1 << 15:
+            raise ValueError(
+                f"DSV4Config: num_experts is {self.num_experts}; expected less than 32768."
+            )
 
     @property
     def num_layers(self) -> int:

@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
     def grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Rows sorted by expert, one grouped product for all: the work of k experts a row."""
-        # A quarter of the bits to sort by: on a GPU that takes time, for few keys as well.
+        # A GPU sorts bit by bit, however few the keys; there are fewer than 32,768 experts.
         numbers = torch.arange(len(self.gate_up), dtype=torch.int16, device=x.device)
         chosen, order = experts.flatten().to(torch.int16).sort(stable=True)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)

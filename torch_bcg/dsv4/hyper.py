@@ -48,10 +48,11 @@ def _sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def expanded(block: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-    """The next streams [P, n, D]: the block's output [P, D] by ``post``, old ones by ``mix``.
+    """The next streams [P, n, D] of the old ones and the block's output [P, D].
 
-    Stream by stream: a product of matrices as small as ``mix`` leaves most of a GPU idle, and no
-    compiler fuses it.
+    Stream j takes ``post[:, j]`` of the block, ``mix[:, i, j]`` of stream i; both are float32, and
+    so is the sum. Stream by stream: a product of matrices as small as ``mix`` leaves most of a GPU
+    idle, and no compiler fuses it.
     """
     out = post.unsqueeze(-1) * block.unsqueeze(1)
     for old, shares in zip(streams.unbind(1), mix.unbind(1), strict=True):

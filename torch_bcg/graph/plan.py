@@ -185,12 +185,13 @@ class _Planner(Homes):
             "writes": tuple(sorted(written)),
             "unwritten": tuple(n for n in names if self.is_unwritten(n, written)),
             "random": any(self.facts.nodes[n].random for n in names),
-            "repeatable": self.is_repeatable(names, written),
         }
         if stretch.reasons:
             return EagerSegment(**common, reasons=tuple(stretch.reasons))  # type: ignore[arg-type]
         own = [(n, i, s.name) for (n, i), s in slots.items() if n in set(names)]
-        return GraphSegment(**common, number_slots=tuple(own))  # type: ignore[arg-type]
+        repeatable = self.is_repeatable(names, written)
+        common |= {"number_slots": tuple(own), "repeatable": repeatable}
+        return GraphSegment(**common)  # type: ignore[arg-type]
 
     def is_repeatable(self, names: Iterable[str], written: Iterable[int]) -> bool:
         """Whether nodes write memory of the program alone, draw nothing and talk to nobody."""

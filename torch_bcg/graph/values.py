@@ -144,7 +144,6 @@ class Segment:
         writes: storages that it writes.
         fronts: in a padded program, the values it takes or makes that hold rows.
         random: it draws random numbers.
-        repeatable: run twice, it leaves what it leaves run once, and nobody else has noticed.
         unwritten: of what it makes, memory that it does not write.
     """
 
@@ -161,7 +160,6 @@ class Segment:
     writes: tuple[int, ...] = ()
     fronts: tuple[Front, ...] = ()
     random: bool = False
-    repeatable: bool = False
     unwritten: tuple[str, ...] = ()
 
     @property
@@ -176,7 +174,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class GraphSegment(Segment):
-    """Recorded once a program, replayed at every call."""
+    """Recorded once a program, replayed at every call.
+
+    Attributes:
+        repeatable: run twice it leaves what it leaves run once, and nobody else has noticed.
+    """
+
+    repeatable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

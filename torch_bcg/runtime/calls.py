@@ -40,7 +40,8 @@ class Bound:
     Attributes:
         loads: (cell, place of the argument).
         steps: in order; the last ones make the outputs.
-        early: how many of them run before the last addresses are compared; 0 if all have been.
+        early: how many of them run before `Statics.late` is compared; 0: nothing is compared in a
+            replay.
         cells, template: values of one call, and what is put back afterwards.
         result: the output leaves, from the cells.
         copied_bytes: bytes copied in, back, across cuts and out in one call.

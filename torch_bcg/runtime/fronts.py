@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bcg.graph.ir import EagerSegment, Front, Segment, Value
+from torch_bcg.graph.ir import EagerSegment, Front, GraphSegment, Segment, Value
 from torch_bcg.runtime import memory, steps
 from torch_bcg.runtime.fillings import LARGE, VOUCHED, uneven
 from torch_bcg.runtime.memory import Aliases
@@ -23,14 +23,14 @@ from torch_bcg.runtime.workspace import Workspace
 class Scene:
     """What a program was recorded into: memory, recordings by segment, outputs, checks.
 
-    ``opening`` is the segment with which a call may begin before all addresses are compared.
+    ``opening`` is the segment that may run before static tensors it does not read are compared.
     """
 
     space: Workspace
     recordings: Mapping[int, Recording]
     aliases: Aliases | None
     checks: tuple[str, ...] = ()
-    opening: Segment | None = None
+    opening: GraphSegment | None = None
 
 
 class Fronts:

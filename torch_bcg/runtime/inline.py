@@ -1,7 +1,7 @@
 """A call without recordings, through the very code that a program of its size was recorded from.
 
-It is for what replays cannot do: a CUDA graph that somebody else is recording takes the kernels of
-fused segments as well, one after the other with the eager operations between them.
+It is for calls that cannot be replayed: while somebody else records a CUDA graph, which takes the
+kernels of fused segments and of the eager operations between them, or amid another replay.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torch_bcg.graph import modes
 from torch_bcg.graph.ir import Segment
+from torch_bcg.graph.lower import name_of
 from torch_bcg.runtime import memory
-from torch_bcg.runtime.recorders import wrong_output
+from torch_bcg.runtime.recorders import put
 from torch_bcg.runtime.workspace import Workspace
 
 
@@ -28,6 +29,9 @@ def inline(space: Workspace, args: Sequence[Any]) -> Any:
 
     Returns:
         What the graph returns.
+
+    Raises:
+        OutputError: an eager result is not what its fake says.
     """
     with modes.preserved():
         return _Inline(space, args).run()
@@ -51,9 +55,10 @@ class _Inline:
 
     def run(self) -> Any:
         for segment in self.space.plan.segments:
-            results = self.space.code(segment).forward(*self.operands(segment))
+            code = self.space.code(segment)
+            results = code.forward(*self.operands(segment))
             for name, result in zip(segment.outputs, results, strict=True):
-                self.values[name] = self.as_planned(name, result, segment)
+                self.values[name] = self.as_planned(name, result, name_of(code))
             self.views.clear()
             # As when it is recorded, memory goes after its last reader.
             done = [n for n in self.values if n in self.last and self.last[n] <= segment.index]
@@ -62,21 +67,18 @@ class _Inline:
         (node,) = self.space.lowering.gm.graph.find_nodes(op="output")
         return fx.node.map_arg(node.args[0], lambda n: self.value(n.name))
 
-    def as_planned(self, name: str, result: Any, segment: Segment) -> Any:
-        """What recorded segments read of an eager one, with the strides that they were made for."""
+    def as_planned(self, name: str, result: Any, segment: str) -> Any:
+        """A result as others read it: of an eager segment a copy, as a replay makes one.
+
+        Raises:
+            OutputError: it has another shape or dtype.
+        """
         v = self.space.values.get(name)
         if v is None or v.home != "bridge":
             return result
         assert v.spec is not None
-        size, stride, _ = geometry = self.space.geometries[name]
-        known = isinstance(result, Tensor) and result.shape == size
-        if known and result.dtype is getattr(torch, v.spec.dtype) and result.stride() == stride:
-            return result
-        planned = memory.allocate(v.spec, geometry)
-        if not known or result.dtype is not planned.dtype:
-            raise wrong_output(name, f"segment {segment.index}", planned, result)
-        once = memory.once(planned)
-        once(planned).copy_(once(result))
+        planned = memory.allocate(v.spec, self.space.geometries[name])
+        put(result, planned, memory.once(planned), name, segment)
         return planned
 
     def operands(self, segment: Segment) -> list[Any]:
@@ -94,8 +96,9 @@ class _Inline:
             if name in known:
                 return known[name]
         v = self.space.values.get(name)
-        if v is not None and v.home == "scratch":  # not from what it is like: that may be gone
-            made = memory.like(self.space.bound[name])
+        if v is not None and v.home == "scratch":
+            # As the program has it: the value that ``empty_like`` names may be gone.
+            made = memory.empty_like(self.space.bound[name])
         elif self.space.lowering.nodes[name].op == "get_attr":
             made = self.space.attribute(name)
         else:

@@ -22,7 +22,7 @@ def allocate(spec: TensorSpec, geometry: Geometry) -> Tensor:
     return torch.empty_strided(size, stride, dtype=getattr(torch, spec.dtype), device=spec.device)
 
 
-def like(t: Tensor) -> Tensor:
+def empty_like(t: Tensor) -> Tensor:
     """Uninitialised memory: a storage as large as that of ``t``, and the same place in it."""
     room = t.untyped_storage().nbytes()
     flat = torch.empty(room, dtype=torch.uint8, device=t.device)

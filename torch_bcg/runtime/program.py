@@ -25,8 +25,8 @@ from torch_bcg.runtime.workspace import Workspace
 MOST_BOUND = 256
 
 
-class Moved(Exception):  # noqa: N818 - it ends a replay, it is no error of anybody
-    """A static tensor of this call lies elsewhere; nothing has run that may not run again."""
+class Misfit(Exception):  # noqa: N818 - it ends a replay, it is no error of anybody
+    """The call is not this program's: a late static tensor lies elsewhere. Only its opening ran."""
 
 
 @dataclass(eq=False)
@@ -84,12 +84,13 @@ class Program:
         return slot
 
     def replay(self, args: Sequence[Any], bound: Bound) -> tuple[Any, ...]:
-        """One call: copy in, steps, outputs. The caller has checked key, overlaps and addresses.
+        """One call: copy in, steps, outputs. The caller has checked key, overlaps, early addresses.
 
-        Of those the late ones are compared here, while the device runs the first segment.
+        The late ones are compared here, while the device runs the opening. ``args`` is read before
+        the first eager step and never after: a call amid this one may fill the same list.
 
         Raises:
-            Moved: one of them is another.
+            Misfit: see there.
         """
         # Held here: what a marked function frees (it may call reset) lives until the call ends.
         cells, _owners, _bind = bound.cells, self.owners, self.bind
@@ -100,8 +101,8 @@ class Program:
             if bound.early:
                 for step in steps[: bound.early]:
                     step()
-                if not self.statics.go_on(args):
-                    raise Moved
+                if not self.statics.match_late(args):
+                    raise Misfit
                 steps = steps[bound.early :]
             for step in steps:
                 step()

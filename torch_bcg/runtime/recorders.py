@@ -85,9 +85,7 @@ class HostRecorder:
             with modes.preserved(), no_host_reads(segment):
                 results = forward(*operands)
             for name, made, once, result in zip(names, places, narrowed, results, strict=True):
-                if made.shape != result.shape or made.dtype != result.dtype:
-                    raise wrong_output(name, segment, made, result)
-                once(made).copy_(once(result))
+                put(result, made, once, name, segment)
 
         return Recording(replay, outputs)
 
@@ -166,6 +164,19 @@ def recorder_for(pool: Pool, unrecorded: bool) -> Recorder:
     if isinstance(pool, CudaPool) and not unrecorded:
         return CudaRecorder(pool)
     return HostRecorder()
+
+
+def put(
+    result: object, place: Tensor, once: Callable[[Tensor], Tensor], name: str, segment: str
+) -> None:
+    """Copies a result of a segment to where it was planned, each address ``once``.
+
+    Raises:
+        OutputError: it has another shape or dtype.
+    """
+    if not isinstance(result, Tensor) or result.shape != place.shape or result.dtype != place.dtype:
+        raise wrong_output(name, segment, place, result)
+    once(place).copy_(once(result))
 
 
 def wrong_output(name: str, segment: str, expected: Tensor, found: object) -> OutputError:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_bcg.graph.ir import Plan, Segment, Value
+from torch_bcg.graph.ir import GraphSegment, Plan, Value
 from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.memory import Range
@@ -38,8 +38,9 @@ class Statics:
         found_at: their addresses; of a wrapper subclass, those of its inner tensors.
         objects: weak references; a program dies with any of its tensors.
         indices: places of the plain ones.
-        early: of these, those to compare before anything of a call runs.
-        late: those to compare once the first segment runs, if its call can still be another's.
+        early: of these, those to compare before anything of a call runs: what the opening reads;
+            without an opening all of them.
+        late: the others, to compare once the opening runs.
         pointers: by place, the addresses of the plain ones.
         wrapped: (place, addresses of the inner tensors) of wrapper subclasses.
     """
@@ -56,21 +57,21 @@ class Statics:
 
     def match(self, args: Sequence[Any]) -> bool:
         """Whether ``args`` has the same memory in the same places."""
-        return self.begin(args) and self.go_on(args)
+        return self.match_early(args) and self.match_late(args)
 
-    def begin(self, args: Sequence[Any]) -> bool:
-        """Whether that is so as far as a call may begin: everything but ``late``."""
+    def match_early(self, args: Sequence[Any]) -> bool:
+        """Whether that is so of all but ``late``."""
         for place, inner in self.wrapped:
             if memory.addresses(args[place]) != inner:
                 return False
         return same_addresses(args, self.pointers, self.early)
 
-    def go_on(self, args: Sequence[Any]) -> bool:
-        """Whether that is so for ``late``."""
+    def match_late(self, args: Sequence[Any]) -> bool:
+        """Whether that is so of ``late``."""
         return same_addresses(args, self.pointers, self.late)
 
-    def first(self, args: Sequence[Any]) -> bool:
-        """Whether the first tensor is there: it tells two sets apart that nobody moves."""
+    def match_first(self, args: Sequence[Any]) -> bool:
+        """Whether that is so of the first tensor: it tells two sets apart that nobody moves."""
         return same_addresses(args, self.pointers, self.indices[:1])
 
     def watch(self, died: Callable[[object], None]) -> None:
@@ -132,13 +133,14 @@ def _meets(ranges: list[Range], low: int, high: int) -> bool:
     return before or (i < len(ranges) and ranges[i][0] < high)
 
 
-def statics_of(plan: Plan, args: Sequence[Any], opening: Segment | None) -> Statics:
+def statics_of(plan: Plan, args: Sequence[Any], opening: GraphSegment | None) -> Statics:
     """The static tensors among ``args``.
 
     Args:
         plan: names them.
         args: of a call.
-        opening: a segment that a call may begin with before the others are compared.
+        opening: the segment that may run before static tensors that it does not read are compared;
+            None: all are compared first.
     """
     place = {name: i for i, name in enumerate(plan.arguments)}
     values = [v for v in plan.values if v.home == "static" and v.name in place]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_bcg.graph import modes
 from torch_bcg.graph.sizes import Geometry
 from torch_bcg.runtime import memory
-from torch_bcg.runtime.recorders import wrong_output
+from torch_bcg.runtime.recorders import put
 from torch_bcg.runtime.slots import Slots
 
 _HALF = 1 << 31
@@ -121,17 +121,14 @@ def eager(
     bound = tuple(bound)
     if not loads and not stores and not bridges:
         return lambda: forward(*bound)
-    checked = [(i, s, memory.once(s), s.shape, s.dtype, n, w) for i, s, n, w in bridges]
+    places = [(i, s, memory.once(s), n, w) for i, s, n, w in bridges]
 
     def step() -> None:
         results = forward(*bound, *[cells[i] for i in loads])
         for i, cell in stores:
             cells[cell] = results[i]
-        for i, slot, once, shape, dtype, name, segment in checked:
-            result = results[i]
-            if not isinstance(result, Tensor) or result.shape != shape or result.dtype != dtype:
-                raise wrong_output(name, segment, slot, result)
-            once(slot).copy_(once(result))
+        for i, slot, once, name, segment in places:
+            put(results[i], slot, once, name, segment)
 
     return step
 
