@@ -1,9 +1,15 @@
-"""Writes that no version counter shows: foreach, Library operators, `.data`, `out=`."""
+"""Writes that no version counter shows: foreach, Library operators, `.data`, `out=`, statistics."""
+
+import copy
+import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from twin import check, plus_one
+from torch_bcg.errors import BCGWarning
+from twin import assert_same, check, plus_one
 
 
 def rows(device, *shape, **kwargs):
@@ -64,3 +70,38 @@ def test_data_and_setitem_writes(device):
         return plus_one(made) + a
 
     check(fn, lambda i: (rows(device), rows(device)))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_that_are_arguments(device, training):
+    """The schema of batch norm does not say that it writes them."""
+
+    def fn(x, mean, var):
+        return plus_one(F.batch_norm(x, mean, var, training=training)) * mean + var
+
+    check(fn, lambda i: (rows(device), rows(device, 6), rows(device, 6).abs() + 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"check": "address,verify"}], ids=str)
+def test_running_statistics_that_are_buffers(device, options):
+    """They are brought up to date once a call, also where a segment runs twice to be checked."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Marked(), nn.Linear(6, 6)).to(device)
+    model[1].num_batches_tracked = None  # a write that is said
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="bcg", options=options)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BCGWarning)
+        for i in range(9):
+            if i in (
+                4,
+                7,
+            ):  # after the first segment ran its call turns out to be another program's
+                model[3].weight.data = model[3].weight.data.clone()
+            x = rows(device)
+            assert_same(compiled(x), twin(x))
+            assert_same(model.state_dict(), twin.state_dict())
+
+
+class Marked(nn.Module):
+    def forward(self, x):
+        return plus_one(x)

@@ -20,6 +20,15 @@ _ALLOCATIONS = {
     "aten::new_empty",
     "aten::new_empty_strided",
 }
+# Their schemas do not say that they write the running statistics.
+_BATCH_NORMS = {
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+    "aten::batch_norm_gather_stats",
+    "aten::batch_norm_gather_stats_with_counts",
+    "aten::batch_norm_update_stats",
+}
 # With a mask as index these look for the true elements on the host.
 _MASKS = (torch.bool, torch.uint8)
 _INDEX_PUT = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -51,12 +60,17 @@ class Dispatched(TorchDispatchMode):
         if self.follow is not None:
             self.follow(func, args, kwargs or {}, out)
         schema = func._schema
-        written = [
-            value
+        given = {
+            a.name: args[i] if i < len(args) else (kwargs or {}).get(a.name)
             for i, a in enumerate(schema.arguments)
+        }
+        written = [
+            given[a.name]
+            for a in schema.arguments
             if a.alias_info is not None and a.alias_info.is_write
-            for value in [args[i] if i < len(args) else (kwargs or {}).get(a.name)]
         ]
+        if schema.name in _BATCH_NORMS and given.get("training", True):
+            written += [given["running_mean"], given["running_var"]]
         returns_view = any(r.alias_info is not None for r in schema.returns)
         if schema.name in _VIEWS_BY_NAME or (returns_view and not written):
             return out
