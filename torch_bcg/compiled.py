@@ -189,7 +189,7 @@ class CompiledGraph:
         """A call that names its program, past Dynamo and the search for a key.
 
         Raises:
-            Misfit: a static tensor lies elsewhere.
+            Misfit: a static tensor lies elsewhere, or is gone.
         """
         with self.pool.lock:
             prevented = self.pool.prevented()
@@ -201,7 +201,7 @@ class CompiledGraph:
         """Replays a program that fits as far as ``fits`` looked, unless memory overlaps.
 
         Raises:
-            Misfit: a static tensor lies elsewhere.
+            Misfit: a static tensor lies elsewhere, or is gone.
         """
         try:
             bound = program.at(key)

@@ -5,7 +5,9 @@ the call is another program's, or nobody's, and begins anew.
 """
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 import torch_bcg
 from torch_bcg.errors import BCGError, BCGWarning
+from torch_bcg.runtime.program import Program
 from twin import assert_same, counted, plus_one
 
 RUNS = []
@@ -253,3 +256,42 @@ def test_what_looks_at_segments_sees_none_that_ran_in_vain(device, options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BCGWarning)
         agree(compiled, twin, device)
+
+
+@pytest.mark.parametrize("moment", ["at", "order"])
+def test_a_program_of_another_instance_that_is_collected_amid_the_call(device, moment, monkeypatch):
+    """It was found by its first segment, and nothing of the call keeps its other tensors."""
+    first = nn.Linear(6, 6, device=device)
+    models = [Model(device, first=first) for _ in range(2)]
+    twin = copy.deepcopy(models[1])
+    compiled = [torch.compile(m, backend="bcg") for m in models]
+    with torch.no_grad():
+        for one in (*compiled, compiled[0]):
+            for _ in range(3):
+                one(rows(device))
+    ran = []
+    last = torch_bcg.programs(compiled[0])[0]._program
+    steps = last.at(last.key).steps
+    steps[:] = [lambda s=s: (ran.append(s), s())[1] for s in steps]
+    models[0].itself = [models[0]]  # so that only a collection ends it
+    gone, kept = weakref.ref(models[0]), compiled[1]
+    kind = {"at": Program, "order": type(last.pool)}[moment]
+    plain = getattr(kind, moment)
+
+    def collecting(self, *args):
+        gc.collect()
+        return plain(self, *args)
+
+    monkeypatch.setattr(kind, moment, collecting)
+    gc.disable()
+    try:
+        del models, compiled, one, last, steps
+        assert gone() is not None
+        with torch.no_grad():
+            for _ in range(3):
+                x = rows(device)
+                assert_same(kept(x), twin(x))
+    finally:
+        gc.enable()
+    assert gone() is None
+    assert not ran

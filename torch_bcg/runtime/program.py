@@ -26,7 +26,10 @@ MOST_BOUND = 256
 
 
 class Misfit(Exception):  # noqa: N818 - it ends a replay, it is no error of anybody
-    """The call is not this program's: a late static tensor lies elsewhere. Only its opening ran."""
+    """The call is not this program's: a late static tensor lies elsewhere, or is gone.
+
+    At most the opening ran.
+    """
 
 
 @dataclass(eq=False)
@@ -92,6 +95,8 @@ class Program:
         Raises:
             Misfit: see there.
         """
+        if self.dead:  # of a call of another set, whose tensors do not keep this one
+            raise Misfit
         # Held here: what a marked function frees (it may call reset) lives until the call ends.
         cells, _owners, _bind = bound.cells, self.owners, self.bind
         steps = bound.steps
@@ -125,4 +130,4 @@ class Program:
 
 
 def _freed(key: tuple[int, ...]) -> Bound:
-    raise AssertionError("a program that was freed is replayed")
+    raise Misfit
