@@ -264,3 +264,15 @@ def test_an_integer_beyond_the_dtype_wraps_as_in_eager(device):
             x = torch.arange(6, dtype=torch.int32, device=device)
             assert torch.equal(compiled(x, n), fn(x, n))
     assert counts.replays >= 4
+
+
+def test_a_float_beyond_the_dtype_is_infinite_as_in_eager(device):
+    def fn(x, n):
+        return plus_one(x * n) + n
+
+    compiled = torch.compile(fn, backend="bcg", dynamic=True)
+    with torch.no_grad(), counted() as counts:
+        for n in (3.0, 5.0, 1e39, -1e300, 3.4028235e38, 3.40282356e38, 3.5e38, math.inf, 4.0):
+            x = rows(device)
+            assert_same(compiled(x, n), fn(x, n))
+    assert counts.replays >= 6

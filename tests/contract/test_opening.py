@@ -295,3 +295,34 @@ def test_a_program_of_another_instance_that_is_collected_amid_the_call(device, m
         gc.enable()
     assert gone() is None
     assert not ran
+
+
+def test_a_tensor_that_is_another_object_over_the_same_memory(device):
+    """Its program ended with the object, amid a call of another instance: it is recorded again."""
+    happens = []
+
+    @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x))
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if happens:
+            happens.pop()()
+        return x + 1
+
+    class Stepping(Model):
+        def forward(self, x):
+            return self.second(step(self.first(x)))
+
+    models = [Stepping(device).requires_grad_(False) for _ in range(2)]
+    compiled = [torch.compile(m, backend="bcg") for m in models]
+
+    def replace():
+        models[1].second.weight = nn.Parameter(models[1].second.weight.data, requires_grad=False)
+
+    with torch.no_grad():
+        for i in range(9):
+            for one, model in zip(compiled, models, strict=True):
+                if i in (4, 6) and model is models[0]:
+                    happens.append(replace)
+                x = rows(device)
+                got = one(x)
+                assert not happens
+                assert_same(got, model(x))

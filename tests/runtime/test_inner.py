@@ -1208,6 +1208,34 @@ def test_a_call_amid_a_replay_is_fused_at_every_size(device):
             assert len(RUNS) == 3
 
 
+@pytest.mark.parametrize(
+    ("dtype", "first", "later"),
+    [
+        (torch.int32, 3, (2**31 + 5, -(2**33) - 1, 4)),
+        (torch.float32, 3.0, (1e39, -1e39, 4.0)),
+        (torch.float32, torch.tensor(3.0), (torch.tensor(5.0), torch.tensor(4.0))),
+    ],
+    ids=["int32", "float32", "tensor"],
+)
+def test_a_call_amid_a_replay_takes_numbers_as_a_kernel_does(device, dtype, first, later):
+    def fn(x, n):
+        return plus_one(x * n) + n
+
+    compiled = torch.compile(
+        fn, backend="bcg", dynamic=True, options={"inner": Plain(), "on_eager_call": "count"}
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device).mul(9).to(dtype)
+            assert_same(compiled(x, first), fn(x, first))
+            first = first + 1
+        for n in later:
+            x = rows(device).mul(9).to(dtype)
+            want = fn(x, n)
+            assert_same(compiled(x, n), want)
+            assert_same(amid_a_replay(device, compiled, x, n), want)
+
+
 def test_a_call_amid_a_replay_that_raises_leaves_no_mode_behind(device):
     """Of a program called directly: Dynamo puts the modes of a function back itself."""
     raises = []

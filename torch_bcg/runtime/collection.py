@@ -44,7 +44,7 @@ class Programs:
     ) -> Program | None:
         """The program of this key whose static tensors are these, as far as ``fits`` looks."""
         for i, program in enumerate(self.list):
-            if program.key == key and fits(program.statics, args):
+            if program.key == key and not program.dead and fits(program.statics, args):
                 if i:
                     self.list.insert(0, self.list.pop(i))
                 return program

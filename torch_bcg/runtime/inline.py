@@ -17,6 +17,7 @@ from torch_bcg.graph.ir import Segment
 from torch_bcg.graph.lower import name_of
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.recorders import put
+from torch_bcg.runtime.steps import as_taken
 from torch_bcg.runtime.workspace import Workspace
 
 
@@ -86,8 +87,9 @@ class _Inline:
         sources = {s.name: s for s in self.space.plan.number_slots}
         for name in dict.fromkeys(s for _, _, s in segment.number_slots):
             dtype = getattr(torch, sources[name].dtype)
-            number = self.value(sources[name].source)
-            taken.append(torch.full((), number, dtype=dtype, device=self.space.plan.device))
+            number = as_taken(self.value(sources[name].source), dtype)
+            slot = torch.empty((), dtype=dtype, device=self.space.plan.device)
+            taken.append(slot.fill_(number))
         return taken
 
     def value(self, name: str) -> Any:

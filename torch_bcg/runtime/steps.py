@@ -5,6 +5,7 @@ All take what they need when they are made. ``cells`` is the program's list of p
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch_bcg.runtime.recorders import put
 from torch_bcg.runtime.slots import Slots
 
 _HALF = 1 << 31
+_LARGE = 3e38  # a float32 may be infinite from here on
 Cells = list[Any]
 Step = Callable[[], object]
 
@@ -87,17 +89,23 @@ def fill_numbers(
     fills: Sequence[tuple[Tensor, int]],
 ) -> Step:
     """Puts this call's numbers into their 0-dim slots; a 0-dim CPU tensor counts as a number."""
-    narrow = [slot.dtype is torch.int32 for slot, _ in fills]
+    dtypes = [slot.dtype for slot, _ in fills]
 
     def step() -> None:
         numbers = forward(*[cells[i] for i in loads])
-        for (slot, i), short in zip(fills, narrow, strict=True):
-            number = numbers[i]
-            if short and isinstance(number, int) and not -_HALF <= number < _HALF:
-                number = (number + _HALF) % (2 * _HALF) - _HALF  # as a kernel takes it
-            slot.fill_(number)
+        for (slot, i), dtype in zip(fills, dtypes, strict=True):
+            slot.fill_(as_taken(numbers[i], dtype))
 
     return step
+
+
+def as_taken(number: Any, dtype: torch.dtype) -> Any:
+    """A number as a kernel takes it that computes in ``dtype``, which may be too small for it."""
+    if dtype is torch.int32 and isinstance(number, int) and not -_HALF <= number < _HALF:
+        return (number + _HALF) % (2 * _HALF) - _HALF
+    if dtype is torch.float32 and isinstance(number, (int, float)) and abs(number) > _LARGE:
+        return ctypes.c_float(number).value
+    return number
 
 
 def eager(
