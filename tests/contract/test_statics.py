@@ -1,5 +1,7 @@
 """Tensors recorded at their own address: parameters, buffers, and what happens when they move."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -198,3 +200,22 @@ def test_mark_static_address_copies_nothing(device):
                 assert_same(cache[:4, :6].clone(), before + x)
     assert (counts.replays, counts.captures) == (6, 0)
     assert counts.copied_bytes < 6 * caches[0].nbytes / 10
+
+
+def test_tensors_that_are_no_arguments_and_move(device):
+    """A setting of Dynamo's makes weights attributes of the graph."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device)
+    with torch._dynamo.config.patch(install_free_tensors=True):
+        compiled = torch.compile(lambda x: model[1](plus_one(model[0](x))), backend="bcg")
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", BCGWarning)
+            for i in range(12):
+                if i in (4, 8):
+                    layer = model[i // 4 - 1]
+                    old = layer.weight.data
+                    layer.weight.data = old * 2
+                    old.fill_(float("nan"))
+                x = rows(device)
+                assert_same(compiled(x), model[1](plus_one(model[0](x))))
+    assert torch_bcg.stats().replays >= 7
+    assert len(torch_bcg.programs(compiled)) == 1

@@ -70,7 +70,7 @@ def capture(
         program = Program(
             plan=space.plan,
             key=space.key,
-            statics=statics_of(space.plan, list(space.args.values()), opening),
+            statics=statics_of(space.plan, list(space.args.values()), space.attribute, opening),
             bind=at,
             kernels=space.plan.kernels,
             recorded_kernels=recorded_kernels,

@@ -43,6 +43,7 @@ class Statics:
         late: the others, to compare once the opening runs.
         pointers: by place, the addresses of the plain ones.
         wrapped: (place, addresses of the inner tensors) of wrapper subclasses.
+        own: (name, tensor, addresses) of those that the graph itself holds, which are no arguments.
     """
 
     names: list[str]
@@ -54,6 +55,7 @@ class Statics:
     late: list[int]
     pointers: list[int | None]
     wrapped: list[tuple[int, tuple[int, ...]]]
+    own: list[tuple[str, Tensor, tuple[int, ...]]]
 
     def match(self, args: Sequence[Any]) -> bool:
         """Whether ``args`` has the same memory in the same places."""
@@ -63,6 +65,9 @@ class Statics:
         """Whether that is so of all but ``late``."""
         for place, inner in self.wrapped:
             if memory.addresses(args[place]) != inner:
+                return False
+        for _, tensor, found_at in self.own:
+            if memory.addresses(tensor) != found_at:
                 return False
         return same_addresses(args, self.pointers, self.early)
 
@@ -89,11 +94,12 @@ class Statics:
         A set with nothing in common is another module's, not this one's moved; so is a tensor that
         is still there beside the one in its place, of a module that shares others with this one.
         """
+        own = [name for name, tensor, found_at in self.own if memory.addresses(tensor) != found_at]
         old = [ref() for ref in self.objects]
         new = [args[i] for i in self.places]
         if not any(a is b for a, b in zip(old, new, strict=True)):
-            return []
-        return [
+            return own
+        return own + [
             name
             for name, a, b, found_at in zip(self.names, old, new, self.found_at, strict=True)
             if (a is None or a is b) and memory.addresses(b) != found_at
@@ -133,12 +139,18 @@ def _meets(ranges: list[Range], low: int, high: int) -> bool:
     return before or (i < len(ranges) and ranges[i][0] < high)
 
 
-def statics_of(plan: Plan, args: Sequence[Any], opening: GraphSegment | None) -> Statics:
-    """The static tensors among ``args``.
+def statics_of(
+    plan: Plan,
+    args: Sequence[Any],
+    attribute: Callable[[str], Tensor],
+    opening: GraphSegment | None,
+) -> Statics:
+    """The static tensors among ``args``, and those that the graph holds.
 
     Args:
         plan: names them.
         args: of a call.
+        attribute: gives a tensor of the graph's by name.
         opening: the segment that may run before static tensors that it does not read are compared;
             None: all are compared first.
     """
@@ -152,6 +164,8 @@ def statics_of(plan: Plan, args: Sequence[Any], opening: GraphSegment | None) ->
         early = [place[v.name] for v in values if v.storage in read and v.spec is not None]
         early = early or plain[:1]  # without any, two sets would not be told apart
     found_at = [memory.addresses(args[place[n]]) for n in names]
+    others = [v.name for v in plan.values if v.home == "static" and v.name not in place]
+    own = [(n, x := attribute(n), memory.addresses(x)) for n in others]
     return Statics(
         names,
         [place[n] for n in names],
@@ -162,6 +176,7 @@ def statics_of(plan: Plan, args: Sequence[Any], opening: GraphSegment | None) ->
         [i for i in plain if i not in early],
         [x.data_ptr() if i in plain else None for i, x in enumerate(args)],
         [(place[v.name], at) for v, at in zip(values, found_at, strict=True) if v.spec is None],
+        own,
     )
 
 
