@@ -176,13 +176,11 @@ class CompiledGraph:
             if isinstance(target, str):
                 return self.run_eagerly(args, target)
             program = self.programs.find(target, args, self.fits)
-            if program is not None and not self.rows.due(key, target):
+            while program is not None and not self.rows.due(key, target):
                 try:
                     return self.run_program(program, args, key)
-                except Misfit:  # it begins like a call of this program
+                except Misfit:  # noqa: PERF203 - it began like a call of this one, or this one ended
                     program = self.programs.find(target, args)
-                    if program is not None:
-                        return self.run_program(program, args, key)
             return self.run_for_real(key, args, target)
 
     def replay(self, program: Program, args: Sequence[Any]) -> Any:
@@ -193,9 +191,11 @@ class CompiledGraph:
         """
         with self.pool.lock:
             prevented = self.pool.prevented()
-            if prevented:
-                return self.run_inline(args, prevented)
-            return self.run_program(program, args, self.key(args))
+            if not prevented:
+                return self.run_program(program, args, self.key(args))
+            if self.fits is Statics.match_early and not program.statics.match_late(args):
+                raise Misfit
+            return self.run_inline(args, prevented)
 
     def run_program(self, program: Program, args: Sequence[Any], key: Key) -> Any:
         """Replays a program that fits as far as ``fits`` looked, unless memory overlaps.
@@ -362,7 +362,10 @@ class CompiledGraph:
         program = None if self.inner is None else self.programs.find(key, args)
         if program is None:
             return self.run_eagerly(args, reason)
-        overlaps = program.at(key).overlaps
+        try:
+            overlaps = program.at(key).overlaps
+        except Misfit:  # it has ended since it was found
+            return self.run_eagerly(args, reason)
         if overlaps is not None and overlaps.found(args) is not None:
             return self.run_eagerly(args, reason)
         self.count_eager_call(args, reason)

@@ -99,5 +99,5 @@ def _fixed(plan: Plan) -> Plan:
     for segment in plan.segments:
         if isinstance(segment, EagerSegment):
             segment = dataclasses.replace(segment, reasons=())
-        segments.append(dataclasses.replace(segment, module="", reads=()))
+        segments.append(dataclasses.replace(segment, module=""))
     return dataclasses.replace(plan, name="", segments=tuple(segments))

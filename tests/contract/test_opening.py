@@ -211,6 +211,18 @@ def test_a_program_called_directly_says_what_moved(device):
         for _ in range(3):
             with pytest.raises(BCGError, match="moved or gone"):
                 program(rows(device))
+    amid = []
+
+    @torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x))
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(BCGError, match="moved or gone"):
+            program(x)
+        amid.append(x)
+        return x + 1
+
+    with torch.no_grad():
+        torch.compile(lambda x: step(x * 2) * 3, backend="bcg")(rows(device))
+    assert amid
     with pytest.warns(BCGWarning, match="moved"):
         agree(compiled, twin, device)
 

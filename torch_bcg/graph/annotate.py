@@ -1,4 +1,4 @@
-"""What only readers of a plan want to know, added to it: no program depends on it.
+"""What readers of a plan want to know, added to it; programs depend on `Segment.reads` alone.
 
 Which values stand behind the views a segment takes, which arguments behind a number, and what to
 write to mark what was cut.
