@@ -1152,15 +1152,16 @@ def test_a_call_amid_a_replay_may_give_a_segment_other_strides(device, compiler,
     def fn(x):
         return turned(x * 2) * 3 + 1
 
+    exact = compiler != "inductor"  # a GPU multiplies and adds at once
     compiled = with_inner(fn, compiler, on_eager_call="count")
     with torch.no_grad():
         for _ in range(3):
             x = rows(device)
-            assert_same(compiled(x).contiguous(), fn(x).contiguous())
+            assert_same(compiled(x).contiguous(), fn(x).contiguous(), exact=exact)
         for _ in range(3):
             x = rows(device)
             got = amid_a_replay(device, compiled, x)
-            assert_same(got.contiguous(), fn(x).contiguous())
+            assert_same(got.contiguous(), fn(x).contiguous(), exact=exact)
     assert torch_bcg.stats().unfused == {}
 
 
