@@ -401,6 +401,30 @@ def test_numbers_of_two_types_are_not_equal(one, other):
     refresh(make("cpu", page_size=float("nan")), make("cpu", page_size=float("nan")))
 
 
+@pytest.mark.parametrize("refreshed", [True, False])
+def test_a_field_that_was_rebound_and_is_copied_now(device, refreshed):
+    """An object that was bound to another one's tensor lets it be; a new one keeps its own."""
+    torch_bcg.register_metadata_binding(Meta, **ALL)
+    captured, first = make(device), make(device)
+    refresh(captured, first)
+    torch_bcg.register_metadata_binding(
+        Meta, **{**ALL, "copy": ("lengths", *ALL["copy"]), "rebind": ("core.counts",)}
+    )
+    if not refreshed:
+        captured = make(device)
+    mine, theirs, before = captured.lengths, first.lengths, first.lengths.clone()
+    assert (mine is theirs) is refreshed
+    place = None if refreshed else mine.data_ptr()
+    for _ in range(3):
+        live = make(device)
+        refresh(captured, live)
+        assert torch.equal(captured.lengths, live.lengths)
+        assert captured.lengths.data_ptr() not in (theirs.data_ptr(), live.lengths.data_ptr())
+        assert place in (None, captured.lengths.data_ptr())
+        place = captured.lengths.data_ptr()
+        assert torch.equal(theirs, before)
+
+
 # two views of one buffer, as starts and ends of requests are
 
 

@@ -212,9 +212,9 @@ def _looked_at(captured: object, live: object) -> _Place:
     recipe, place = _recipes.get(cls), _places.get(key)
     if recipe is None or not _is_for(recipe, captured):
         recipe = _recipes[cls] = _made_for(captured, recipe)
-    if recipe.new and (place is None or place.recipe is not recipe):
+    if recipe.new and place is not None and place.recipe is not recipe:
         refuse_if_unlike(captured, live, recipe.kinds)
-        for steps in recipe.new:  # it may hold what an earlier object brought along
+        for steps in recipe.new:  # it holds what an earlier object brought along
             schema.put(captured, steps, schema.at(live, steps).clone())
     found = _Place(recipe, captured)
     if place is not None or _dies_with(captured, key):
