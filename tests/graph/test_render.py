@@ -40,6 +40,7 @@ segments: 3
       reads       l_x_ (slot), 2 static tensors
       makes       linear f32[4, 32] (recorded)
       crosses     512 bytes: linear
+      compares    2 static tensors once it runs
   1 eager, 1 kernel, layers.0
       reason      mark: shown::attention (attention_default, FILE:LINE)
       nodes       attention_default

@@ -162,6 +162,8 @@ class Plan:
         flow = self.flow
         for segment in self.segments:
             lines += render.segment_lines(segment, flow, self.number_slots)
+            if segment is self.opening:
+                lines += render.opening_lines(segment, self.values, self.arguments)
         if self.unrecorded is None:
             lines += ["", *render.output_lines(self.outputs, self.values)]
         return "\n".join(lines) + "\n"

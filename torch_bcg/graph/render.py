@@ -9,6 +9,7 @@ from torch_bcg.graph.flow import Flow
 from torch_bcg.graph.values import (
     Binding,
     EagerSegment,
+    GraphSegment,
     NumberSlot,
     Output,
     Padding,
@@ -122,6 +123,18 @@ def segment_lines(segment: Segment, flow: Flow, numbers: Sequence[NumberSlot]) -
         names = [v.name for v in crossing]
         lines += wrapped("crosses", [f"{bytes_of(crossing)}: {names[0]}", *names[1:]])
     return lines
+
+
+def opening_lines(
+    opening: GraphSegment, values: Iterable[Value], arguments: Sequence[str]
+) -> list[str]:
+    """What a call compares with ``check="address"`` only once its opening runs."""
+    static = [v for v in values if v.home == "static" and v.name in arguments]
+    read = {v.storage for v in static if v.name in opening.reads}
+    late = sum(v.storage not in read for v in static)
+    if not late:
+        return []
+    return wrapped("compares", [f"{counted(late, 'static tensor')} once it runs"])
 
 
 def _read(segment: Segment, flow: Flow) -> list[str]:
