@@ -143,15 +143,14 @@ def test_two_forks_of_one_stream_overlap_in_time(side):
             end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end))
-        return min(times)
+        return sorted(times)[len(times) // 2]
 
     x = torch.eye(128, device="cuda")  # too small to fill the device
     forked, single = (torch.compile(f, backend="bcg") for f in (fn, serial))
     with torch.inference_mode():
         for _ in range(3):
             assert_same(forked(x), single(x))
-        # Once is enough: whatever else the device does can only hide it.
-        assert any(seconds(forked, x) < 0.8 * seconds(single, x) for _ in range(10))
+        assert seconds(forked, x) < 0.8 * seconds(single, x)
 
 
 def test_streams_of_the_caller_and_of_the_graph(side):

@@ -61,3 +61,8 @@ def test_the_next_streams(device, dtype):
     want += torch.einsum("pij,pid->pjd", mix.double(), streams.double())
     assert (got.shape, got.dtype) == (streams.shape, dtype)
     assert error(got, want) < LIMITS[dtype]
+
+
+def test_more_experts_than_16_bits_can_number():
+    with pytest.raises(ValueError, match="num_experts is 32768; expected less than 32768"):
+        DSV4Config.tiny(num_experts=1 << 15)

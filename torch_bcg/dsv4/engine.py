@@ -26,7 +26,7 @@ from torch_bcg.dsv4.pools import Pools
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.buckets import LADDER
 
-DYNAMO_S = ("guard_filter_fn",)  # options that `torch.compile` takes before the backend sees them
+OF_TORCH_COMPILE = ("guard_filter_fn",)  # options that it takes, and the backend never sees
 
 
 class Body(nn.Module):
@@ -100,7 +100,8 @@ class Engine:
         self.compiled: Any = body
         if backend is not None:
             options = dict(options or {})
-            given = torch_bcg.Options.make({n: options[n] for n in options if n not in DYNAMO_S})
+            own = {n: x for n, x in options.items() if n not in OF_TORCH_COMPILE}
+            given = torch_bcg.Options.make(own)
             self.sizes = LADDER if given.buckets == "ladder" else given.buckets or ()
             programs = max(given.max_programs, len(self.sizes))
             mine = {**options, "buckets": None, "max_programs": programs}
