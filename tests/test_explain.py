@@ -1,11 +1,16 @@
 """`explain`: once before any call, and again after calls."""
 
+import pytest
 import torch
 
 import torch_bcg
-from report.shown import Layers, Untagged, called, explained
+from report.shown import Layers, Untagged, called, compiled_and_called, compiler, explained
 from torch_bcg.counters import counters
+from torch_bcg.errors import BCGWarning
 from torch_bcg.explain import Explanation, explain
+from torch_bcg.graph.lower import Fused
+from torch_bcg.runtime import capture
+from torch_bcg.runtime.recorders import recorder_for
 
 
 def test_nothing_is_recorded_or_counted():
@@ -90,3 +95,52 @@ def test_marks_that_were_met_are_not_listed():
     with torch.no_grad():
         text = str(torch_bcg.explain(fn, {"mark": ["aten::relu", "aten::mm"]})(torch.ones(3, 3)))
     assert "met nothing" not in text  # a product of matrices dispatches to aten::mm
+
+
+def test_what_is_fused_is_known_of_the_programs_that_there_are():
+    x = torch.ones(4, 16)
+    compiled = compiled_and_called(Layers(2), (x,), (x,), inner=compiler())
+    (fusings,) = explain(compiled).fusings.values()
+    assert [f.fused for f in fusings] == [((0, 0), (2, 1), (4, 2))]
+    assert [f.unfused for f in fusings] == [()]
+    torch_bcg.reset(compiled)
+    assert list(explain(compiled).fusings.values()) == [()]
+    assert "known once a program is recorded" in str(explain(compiled))
+    torch._dynamo.reset()
+    assert list(called(Layers(2), (x,), (x,)).fusings.values()) == [None]
+
+
+def test_what_cannot_be_recorded_is_unfused_in_that_program_alone(monkeypatch):
+    """The same compilation is in the program of another size, where it was recorded."""
+    full = []
+
+    class Recorder:
+        def __init__(self, *how):
+            self.recorder = recorder_for(*how)
+
+        def record(self, code, *rest):
+            if full and isinstance(code, Fused):
+                raise TypeError("not on this stream")
+            return self.recorder.record(code, *rest)
+
+    monkeypatch.setattr(capture, "recorder_for", Recorder)
+    options = {"inner": compiler(), "buckets": [4, 8]}
+    compiled = compiled_and_called(Layers(), (torch.ones(8, 16),), dynamic=True, **options)
+    full.append(True)
+    with torch.inference_mode(), pytest.warns(BCGWarning, match="not on this stream"):
+        compiled(torch.ones(4, 16))
+    text = str(explain(compiled))
+    assert "2 of 2, by 2 compilations, in 1 program\n" in text
+    assert "0 of 2, by 0 compilations, in 1 program\n" in text
+    assert "unfused  0, 2: TypeError: not on this stream" in text
+
+
+def test_instances_are_programs_of_one_graph():
+    models, x = [Layers(2).eval() for _ in range(3)], torch.ones(4, 16)
+    compiled = torch.compile(
+        lambda model, x: model(x), backend="bcg", options={"inner": compiler()}
+    )
+    with torch.inference_mode():
+        for model in models * 2:
+            compiled(model, x)
+    assert "3 of 3, by 3 compilations, in 3 programs\n" in str(explain(compiled))

@@ -23,6 +23,8 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 | a parameter is replaced: recorded again                          | WARNED       | test_replaced_parameter       |
 | gradients are needed: nothing is recorded                        | WARNED       | test_gradients                |
 | more shapes than max_programs: eager calls                       | WARNED       | test_max_programs             |
+| instances share the weights of their first segment: called in    | SILENT       | test_shared_first_weights     |
+|   turn they launch it twice a call                               |              |                               |
 | arguments overlap and one is written: eager calls                | WARNED       | test_overlapping_arguments    |
 | a marked function calls the compiled function: that call is eager| WARNED       | test_re_entry                 |
 | mode=                                                            | RAISED       | test_mode                     |
@@ -320,6 +322,44 @@ def test_max_programs(device):
 
 def plus_one_twice(x):
     return plus_one(plus_one(x * 2) * 2)
+
+
+def test_shared_first_weights(device):
+    embedding = nn.Embedding(16, 6, device=device)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = embedding, nn.Linear(6, 6, device=device)
+
+        def forward(self, ids):
+            return self.head(plus_one(self.embedding(ids)))
+
+    models = [Model(), Model()]
+    compiled = [torch.compile(model, backend="bcg") for model in models]
+    ids, launched, programs = torch.arange(4, device=device), [], []
+    with torch.inference_mode():
+        for one in compiled:
+            for _ in range(3):
+                one(ids)
+            programs.append(torch_bcg.programs(one)[0])  # the last one that was used
+        for program in (p._program for p in programs):
+            bound = program.at(program.key)
+            launch = bound.steps[bound.early - 1]  # of the first segment
+            bound.steps[bound.early - 1] = lambda f=launch: (launched.append(1), f())[1]
+
+        def launches(*calls):
+            launched.clear()
+            for call in calls:
+                call(ids)
+            return len(launched)
+
+        first, second = compiled
+        assert launches(first, second, first, second) == 2 * 4
+        assert launches(first, first, first) == 2 + 1 + 1  # another instance came before
+        assert launches(*programs, *programs) == 4  # the remedy, where two launches matter
+        for program, model in zip(programs, models, strict=True):
+            assert_same(program(ids), (model(ids),), exact=False)
 
 
 def test_overlapping_arguments(device):

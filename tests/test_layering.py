@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent / "torch_bcg"
 
 # From the ground up; "" is the package itself, that is its __init__.py.
 ORDER = [
-    {"errors", "counters", "option_values"},
+    {"errors", "counters"},
+    {"option_values"},
     {"options", "marking"},
     {"graph"},
     {"metadata"},

@@ -116,6 +116,11 @@ def test_check_takes_text_or_sequence(value: object, want: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     ("name", "value", "want"),
     [
+        ("inner", "inductor", "inductor"),
+        ("inner", {}, ()),
+        ("inner", {"debug": False, "cpp.threads": 2}, (("cpp.threads", 2), ("debug", False))),
+        ("inner", (("debug", False),), (("debug", False),)),
+        ("inner", sorted, sorted),
         ("buckets", None, None),
         ("buckets", "none", None),
         ("buckets", "None", None),
@@ -212,6 +217,10 @@ def test_dump_takes_a_path(tmp_path: Path) -> None:
         ("buckets", [64, 64]),
         ("buckets", [0, 64]),
         ("buckets", [-4]),
+        ("inner", "Inductor"),
+        ("inner", None),
+        ("inner", {"debug": []}),
+        ("inner", ("debug",)),
         ("buckets", [64.0]),
         ("buckets", ["64"]),
         ("buckets", [True]),
@@ -275,6 +284,27 @@ There is no option 'max_program'.
   found: max_program
   to do: did you mean max_programs?""",
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"max_fusion_sizes": 8},
+            ["no setting 'max_fusion_sizes'", "did you mean max_fusion_size?"],
+        ),
+        (
+            {"triton.cudagraphs": True},
+            ["'triton.cudagraphs' cannot be given", "False, which it is"],
+        ),
+        ({"fallback_random": False}, ["'fallback_random' cannot be given", "True, which it is"]),
+    ],
+)
+def test_wrong_settings_of_inductor(settings: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.make({"inner": settings}, {})
+    assert caught.value.where == "option 'inner'"
+    assert all(word in str(caught.value) for word in words)
 
 
 def test_message_of_an_unknown_variable() -> None:

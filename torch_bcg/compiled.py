@@ -24,10 +24,12 @@ from torch_bcg.eager import (
     tell_eager_call,
     tell_execute,
     tell_moved,
+    tell_pad,
 )
 from torch_bcg.errors import CaptureError
 from torch_bcg.frame import static_arguments, type_of_self
 from torch_bcg.graph.facts import facts_of
+from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.inline import inlined, without_geometry_changes
 from torch_bcg.graph.ir import Plan, Reason
 from torch_bcg.graph.known import Facts
@@ -76,10 +78,15 @@ class CompiledGraph:
     """One graph of Dynamo's: its plan, and a program for each key and set of static tensors."""
 
     def __init__(
-        self, gm: fx.GraphModule, example_inputs: Sequence[object], options: Options
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[object],
+        options: Options,
+        given: object = None,
     ) -> None:
         self.number = next(_number)
         self.name, self.options = f"graph_{self.number}", options
+        self.given = given  # to torch.compile: one object for all graphs of one call of it
         instances = metadata_behind(gm)
         check_apart(gm)
         let_integers_vary(instances)
@@ -98,6 +105,7 @@ class CompiledGraph:
         self.marks = [marking.resolve(m) for m in options.mark]
         self.owner = type_of_self()
         self.warned: set[str] = set()
+        self.unnamed = self.rows.unnamed
         self.inner = None if options.inner == "eager" else Inner(options.inner, self.facts)
         self.aliases = Aliases() if options.outputs == "alias" else None
         # What is handed out uncopied must not be memory that another graph's replay uses.
@@ -171,6 +179,8 @@ class CompiledGraph:
                 return self.run_inline(args, prevented)
             if self.generation != current_generation():
                 self.make_plan()
+            if self.unnamed and self.probed:
+                self.tell_pads()
             key = self.key(args)
             target = self.rows.key_for(key)
             if isinstance(target, str):
@@ -319,10 +329,14 @@ class CompiledGraph:
             counters.captures += 1
             self.tell()
             if self.dump is not None:
-                self.dump.captured(
-                    dict(zip((s for s, _, _ in self.plan.symbols), key, strict=True)),
-                    {"bytes": program.bytes, "copied_bytes": program.at(key).copied_bytes},
-                )
+                figures: dict[str, object] = {
+                    "bytes": program.bytes, "copied_bytes": program.at(key).copied_bytes,
+                }  # fmt: skip
+                if program.fusing is not None:
+                    figures["fused"] = dict(program.fusing.fused)
+                    figures["unfused"] = dict(program.fusing.unfused)
+                sizes = dict(zip((s for s, _, _ in self.plan.symbols), key, strict=True))
+                self.dump.captured(sizes, figures, self.fusings)
             return
 
     def cut(self, error: CaptureError, key: Key) -> None:
@@ -389,8 +403,31 @@ class CompiledGraph:
         trace.log_plan(self.plan)
         trace.trace_plan(self.plan, self.probed, self.compile_id)
         self.dump = files.planned(
-            self.name, self.plan, self.gm, self.lowering, self.dump_directory, self.probed
-        )
+            self.name, self.plan, self.gm, self.lowering, self.dump_directory, self.probed,
+            self.fusings,
+        )  # fmt: skip
+
+    @property
+    def fusings(self) -> tuple[Fusing, ...] | None:
+        """What is fused of each program; None: nothing is to be."""
+        if self.inner is None:
+            return None
+        return tuple(p.fusing for p in self.programs if p.fusing is not None)
+
+    def tell_pads(self) -> None:
+        """Keys of ``pad`` that name nothing, once a compile.
+
+        Dynamo may make many graphs of one function, each with arguments of its own; those that the
+        first call needs are there at the second call of one of them.
+        """
+        unnamed, self.unnamed = self.unnamed, ()
+        graphs = [g for g in live_graphs() if g.given is self.given]
+        known = frozenset[str]().union(*(g.rows.known for g in graphs))
+        read = sorted({name for g in graphs for name in g.rows.read})
+        for key in unnamed:
+            if key not in known and not any(f"pad {key}" in g.warned for g in graphs):
+                self.warned.add(f"pad {key}")
+                tell_pad(key, [g.name for g in graphs], read, known, self.options)
 
     def free(self) -> None:
         """Frees the programs; the next calls record again."""

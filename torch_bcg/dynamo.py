@@ -68,7 +68,7 @@ class Backend:
             return Unrecorded(gm, "execute=off", chosen, warn=False)
         if needs_gradients(gm, example_inputs):
             return Unrecorded(gm, "gradients", chosen)
-        return CompiledGraph(gm, example_inputs, chosen)
+        return CompiledGraph(gm, example_inputs, chosen, options)
 
     def reset(self) -> None:
         """Frees every program, slot and pool; ``torch._dynamo.reset()`` calls it."""

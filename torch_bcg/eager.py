@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import fx
@@ -14,6 +14,7 @@ from torch_bcg.errors import BCGWarning, CutError, EagerCallError, MovedError
 from torch_bcg.graph import modes
 from torch_bcg.graph.inline import forget_arguments
 from torch_bcg.graph.ir import Plan
+from torch_bcg.option_values import nearest
 from torch_bcg.options import Options
 
 
@@ -73,7 +74,7 @@ def tell_eager_call(reason: str, options: Options, warned: set[str]) -> None:
 
 def tell_moved(names: Sequence[str], options: Options) -> None:
     """``on_moved``: static tensors of a live module lie elsewhere."""
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = some_of(names)
     if options.on_moved == "error":
         raise MovedError(
             f"Static tensors moved: {shown}.",
@@ -96,6 +97,34 @@ def tell_execute(plan: Plan, options: Options, warned: set[str]) -> None:
         if text not in warned:
             warned.add(text)
             warnings.warn(text, BCGWarning, stacklevel=3)
+
+
+def tell_pad(
+    key: str, graphs: Sequence[str], read: Sequence[str], known: Collection[str], options: Options
+) -> None:
+    """A key of ``pad`` that names nothing: padded rows of what was meant are zero.
+
+    Args:
+        key: the name.
+        graphs: names of the graphs that do not know it.
+        read: what their tensors are called.
+        known: what would have been known.
+        options: of the compile.
+    """
+    given, fix = {key: dict(options.pad)[key]}, nearest(key, sorted(known))
+    warnings.warn(
+        f"pad={given} names no argument and no field of metadata of {some_of(graphs)}; those that "
+        f"are read: {some_of(read, 12) or 'none'}; {fix if fix.endswith('?') else f'{fix}.'} "
+        "Padded rows of what is not named are 0.",
+        BCGWarning,
+        stacklevel=4,
+    )
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def tell_cuts(plan: Plan, options: Options, warned: set[str]) -> None:

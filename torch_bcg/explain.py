@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.frame import needs_gradients
+from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.ir import Plan
 from torch_bcg.marking import resolve
 from torch_bcg.options import Options
@@ -30,15 +31,17 @@ class Explanation:
         probed: whether every graph ran once under the probe, whose cuts are then in the plans.
         gradients: names of plans whose call needed gradients, so that ``bcg`` would not record it.
         unmet: marks given as options that met nothing in any plan.
+        fusings: by the name of a plan, what is fused of each program; None: nothing is to be.
     """
 
     plans: tuple[Plan, ...]
     probed: bool
     gradients: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
+    fusings: Mapping[str, Sequence[Fusing] | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        text = explanation(self.plans, self.probed)
+        text = explanation(self.plans, self.probed, self.fusings)
         if self.unmet:
             text += (
                 f"\nMarks that met nothing here: {', '.join(self.unmet)}. What Dynamo did not take "
@@ -73,7 +76,8 @@ def explain(
         graphs = sorted(graphs_of(fn), key=lambda g: g.number)
         plans = tuple(g.plan for g in graphs)
         unmet = unmet_marks(plans, graphs[0].options) if graphs else ()
-        return Explanation(plans, all(g.probed for g in graphs), unmet=unmet)
+        fusings = {g.plan.name: g.fusings for g in graphs}
+        return Explanation(plans, all(g.probed for g in graphs), unmet=unmet, fusings=fusings)
     chosen = Options.make(options)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
@@ -81,7 +85,8 @@ def explain(
         torch.compile(fn, backend=planner)(*args, **kwargs)
         plans = tuple(planner.plans)
         unmet = unmet_marks(plans, chosen)
-        return Explanation(plans, False, tuple(planner.gradients), unmet)
+        fusings = {p.name: None if chosen.inner == "eager" else () for p in plans}
+        return Explanation(plans, False, tuple(planner.gradients), unmet, fusings)
 
     return explained
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from torch_bcg.graph.geometry import has_static_address
+from torch_bcg.metadata.instances import instance_of
+from torch_bcg.metadata.registration import bound_objects, registrations_of
+from torch_bcg.metadata.schema import items
 from torch_bcg.sources import local_scope, source_text, transaction
 
 
@@ -62,8 +65,7 @@ def argument_names(gm: fx.GraphModule) -> dict[str, str]:
     current = transaction()
     if current is None:
         return {}
-    frame = getattr(current.output, "root_tx", None) or current
-    code, scope = frame.f_code, current.output.local_scope
+    code, scope = _frame_of(current).f_code, current.output.local_scope
     behind = _parameters_behind(code, scope)
     names = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -71,6 +73,41 @@ def argument_names(gm: fx.GraphModule) -> dict[str, str]:
         if text is not None:
             names[node.name] = _readable(text, code, behind)
     return names
+
+
+def names_in_scope() -> frozenset[str]:
+    """What arguments may be called in the code that Dynamo compiles now, read or not.
+
+    Returns:
+        Variables of the frame and what lies in containers and dataclasses there, parameters of the
+        function behind a wrapper, fields of metadata. Outside a compilation nothing has a name.
+    """
+    current = transaction()
+    if current is None:
+        return frozenset()
+    code, scope = _frame_of(current).f_code, current.output.local_scope
+    behind = _parameters_behind(code, scope)
+    there = [at for name, x in scope.items() for at in _inside(f"L[{name!r}]", x)]
+    metadata = [x for _, x in there if registrations_of(type(x))] + bound_objects()
+    instances = [instance_of(x, ()) for x in metadata]
+    return frozenset(
+        [_readable(text, code, behind) for text, _ in there]
+        + [p.name for p in behind]
+        + [name for i in instances for path in i.what for name in i.names(path)]
+    )
+
+
+def _inside(text: str, x: object, depth: int = 3) -> Iterator[tuple[str, object]]:
+    """An object and what it holds, objects of metadata as a whole, with Dynamo's text of each."""
+    yield text, x
+    if depth and not registrations_of(type(x)):
+        for step, value in items(x):
+            yield from _inside(f"{text}{step}", value, depth - 1)
+
+
+def _frame_of(current: Any) -> Any:
+    """The translation of the frame whose arguments are those of the graph."""
+    return getattr(current.output, "root_tx", None) or current
 
 
 def _readable(text: str, code: types.CodeType, behind: Sequence[inspect.Parameter]) -> str:

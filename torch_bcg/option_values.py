@@ -1,17 +1,24 @@
 """What each option may be: one function an option, from what was given to what is kept.
 
 Every function takes a value of the caller's or the text of an environment variable, takes what it
-returned before, returns something hashable, and raises ValueError or TypeError for anything else.
-`options` makes an `OptionError` of that.
+returned before, returns something hashable, and raises ValueError or TypeError for anything else,
+of which `options` makes an `OptionError`, or one that says more.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+import torch
+
+from torch_bcg.errors import OptionError
+
+# Inductor's settings that are not the caller's: no CUDA graphs of its own, eager's random numbers.
+INDUCTOR: Mapping[str, object] = {"triton.cudagraphs": False, "fallback_random": True}
 CHECKS = ("address", "verify", "poison")
 EXECUTE = re.compile(r"graphs|segments|off|segments:(\d+)(?:-(\d+))?")
 
@@ -76,10 +83,12 @@ def marks(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
-def compiler(value: object) -> str | Callable[..., Any]:
-    """``eager``, ``inductor``, or anything that can be called."""
-    if value in ("eager", "inductor"):
-        return str(value)
+def compiler(value: object) -> str | tuple[tuple[str, object], ...] | Callable[..., Any]:
+    """``eager``, ``inductor``, settings of Inductor as pairs, or anything that can be called."""
+    if isinstance(value, (Mapping, tuple)):
+        return _settings(dict(value))
+    if isinstance(value, str) and value in ("eager", "inductor"):
+        return value
     if not callable(value):
         raise TypeError
     return value
@@ -149,6 +158,37 @@ def pads(value: object) -> tuple[tuple[str, float], ...]:
             raise ValueError
         found[name] = number
     return tuple(sorted(found.items()))
+
+
+def _settings(given: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    """Settings that Inductor has, in the order of their names, without those that are decided."""
+    for name in given:
+        if name in INDUCTOR:
+            raise OptionError(
+                f"Inductor's setting {name!r} cannot be given.",
+                where="option 'inner'",
+                expected=f"{INDUCTOR[name]!r}, which it is here",
+                found=repr(given[name]),
+                fix="leave it out",
+            )
+        valid = torch._inductor.list_options()
+        if name not in valid:
+            raise OptionError(
+                f"Inductor has no setting {name!r}.",
+                where="option 'inner'",
+                expected="a name out of torch._inductor.list_options()",
+                found=repr(name),
+                fix=nearest(str(name), valid),
+            )
+    kept = tuple(sorted(given.items()))
+    hash(kept)  # TypeError: a setting that cannot be kept
+    return kept
+
+
+def nearest(found: str, valid: Iterable[str]) -> str:
+    """What was meant perhaps, as a hint."""
+    near = difflib.get_close_matches(found, valid, n=1)
+    return f"did you mean {near[0]}?" if near else "use one of those, or leave it out"
 
 
 def _is_none(value: object) -> bool:

@@ -8,10 +8,9 @@ only known to be one of those that exist.
 
 from __future__ import annotations
 
-import difflib
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -50,10 +49,15 @@ class Options:
         ("an iterable of what eager_on_graph takes",),
         "what runs eagerly in this compile only: anything `eager_on_graph` takes",
     )
-    inner: str | Callable[..., Any] = _option(  # noqa: RUF009  # hashable, as all values are
+    inner: str | tuple[tuple[str, object], ...] | Callable[..., Any] = _option(  # noqa: RUF009  # hashable, as all values are
         "eager",
         option_values.compiler,
-        ("eager", "inductor", "a function, called as a backend of torch.compile is"),
+        (
+            "eager",
+            "inductor",
+            "a mapping of Inductor's settings",
+            "a function, called as a backend of torch.compile is",
+        ),
         "compiler of each recorded segment: `eager` records the operations as they are, `inductor` "
         "fuses them; segments that are alike are compiled once",
     )
@@ -217,13 +221,15 @@ def _parsed(name: str, value: object, source: str) -> object:
     about = next(f for f in fields(Options) if f.name == name).metadata
     try:
         return about["parse"](value)
+    except OptionError:
+        raise
     except (TypeError, ValueError):
         raise OptionError(
             f"{value!r} is no value of {name!r}.",
             where=source,
             expected=", ".join(about["valid"]),
             found=repr(value),
-            fix=_nearest(str(value), about["valid"]),
+            fix=option_values.nearest(str(value), about["valid"]),
         ) from None
 
 
@@ -233,10 +239,5 @@ def _unknown(name: str, valid: list[str], where: str) -> OptionError:
         where=where,
         expected=textwrap.fill(", ".join(valid), 80),
         found=name,
-        fix=_nearest(name, valid),
+        fix=option_values.nearest(name, valid),
     )
-
-
-def _nearest(found: str, valid: Iterable[str]) -> str:
-    near = difflib.get_close_matches(found, valid, n=1)
-    return f"did you mean {near[0]}?" if near else "use one of those, or leave it out"

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from torch_bcg.frame import argument_names
+from torch_bcg.frame import argument_names, names_in_scope, static_arguments
 from torch_bcg.graph.buckets import LADDER, RowDim, SizeGuards, find, row_dim
 from torch_bcg.graph.facts import fake_arguments
 from torch_bcg.graph.ir import Plan, Reason
@@ -32,6 +32,8 @@ class Rows:
         options: of the compile.
         refused: what a trial found, or None.
         agreed: what a trial has shown to change nothing.
+        read: what the author calls the tensors that the graph is given.
+        known: these, and all else that an argument may be called where the graph comes from.
     """
 
     def __init__(
@@ -48,6 +50,13 @@ class Rows:
         placeholders = gm.graph.find_nodes(op="placeholder")
         called = {p.name: (self.names.get(p.name, p.name), p.name) for p in placeholders} | fields
         self.fills = fills_of(dict(options.pad), called)
+        static = static_arguments(gm, example_inputs)
+        self.read = tuple(
+            called[p.name][0]
+            for p, x in zip(placeholders, example_inputs, strict=True)
+            if isinstance(x, torch.Tensor) and p.name not in static
+        )
+        self.known = names_in_scope().union(*called.values()) if options.pad else frozenset()
         if self.ladder:
             self.tie([p.name for p in placeholders], example_inputs)
         # Of [tokens, features] both may vary; nobody pads features.
@@ -136,6 +145,11 @@ class Rows:
         self.untried = tuple(r for r in tried if r not in self.agreed)
         self.looks_up = any(r.kind == LOOKED_UP for r in tried)
         return plan
+
+    @property
+    def unnamed(self) -> tuple[str, ...]:
+        """Keys of ``pad`` that are the name of nothing here; those of another graph are too."""
+        return tuple(k for k, _ in self.options.pad if self.ladder and k not in self.known)
 
     @property
     def padded(self) -> bool:

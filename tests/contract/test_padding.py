@@ -6,7 +6,9 @@ them is read.
 """
 
 import copy
+import dataclasses
 import gc
+import re
 import warnings
 
 import pytest
@@ -553,6 +555,143 @@ def test_padded_rows_are_written_to_a_slot_that_is_declared(device):
     assert verdicts(compiled) == [None]
     assert counts.replays >= 6
     assert counts.num_eager == 0
+
+
+# Names that the option takes.
+
+
+@dataclasses.dataclass
+class Places:
+    """``slots`` and ``others``: int64 ``[rows]``."""
+
+    slots: Tensor
+    others: Tensor
+
+
+@pytest.fixture
+def places():
+    handle = torch_bcg.register_metadata_binding(Places)
+    yield
+    handle.remove()
+
+
+POOL = torch.zeros(64, 4)
+
+
+def put(x, slots):
+    POOL[slots] = x * 2
+    return plus_one(x) * 2
+
+
+def put_behind_a_break(x, slots):
+    y = x * 2
+    torch._dynamo.graph_break()
+    return put(y, slots)
+
+
+def put_before_a_break(x, slots):
+    y = put(x, slots)
+    torch._dynamo.graph_break()
+    return plus_one(y) * 2
+
+
+def put_by_another_name(x, slots):
+    def inner(y, rows):
+        torch._dynamo.graph_break()
+        return put(y, rows)
+
+    return inner(x * 2, slots) + 1
+
+
+def made_on_the_way(x, slots):
+    rows = slots - 1
+    torch._dynamo.graph_break()
+    return put(x, rows)
+
+
+def put_out_of(batch):
+    return put(batch["x"], batch["slots"])
+
+
+def of_metadata(x):
+    return put(x, torch_bcg.current_metadata(Places).slots)
+
+
+def called(fn, pad, calls=4, buckets=(8,)):
+    """What is warned of while a function is called; nothing may be in its first call."""
+    compiled = torch.compile(fn, backend="bcg", options={"buckets": buckets, "pad": pad})
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        for i in range(calls):
+            warnings.simplefilter("always")
+            x, slots = slots_of("cpu", i % 3)
+            if fn is put_out_of:
+                compiled({"x": x, "slots": slots, "others": slots + 0})
+            elif fn is of_metadata:
+                with torch_bcg.bind_metadata(Places(slots, slots + 0)):
+                    compiled(x)
+            else:
+                compiled(x, slots)
+            assert i > 0 or not told
+    assert all(w.category is BCGWarning for w in told)
+    return [re.sub(r"graph_\d+", "graph_N", str(w.message)) for w in told]
+
+
+def test_a_key_of_pad_that_names_nothing_is_told_once():
+    slot, w = called(put, {"slots": 0, "slot": 15, "w": 1}, calls=9)
+    assert slot == (
+        "pad={'slot': 15} names no argument and no field of metadata of graph_N; those that are "
+        "read: POOL, slots, x; did you mean slots? Padded rows of what is not named are 0."
+    )
+    assert w == (
+        "pad={'w': 1} names no argument and no field of metadata of graph_N; those that are read: "
+        "POOL, slots, x; use one of those, or leave it out. Padded rows of what is not named are 0."
+    )
+    (again,) = called(put, {"slot": 15})  # another compile
+    assert "did you mean slots?" in again
+    assert called(put, {"slot": 15}, buckets=None) == []  # no row is padded
+
+
+MISNAMED = [
+    (put_behind_a_break, "slot", "of graph_N, graph_N; those that are read: POOL, slots, x, y; "),
+    (put_before_a_break, "slot", "of graph_N, graph_N; those that are read: POOL, slots, x, y; "),
+    (put_out_of, "slots", "read: POOL, batch['slots'], batch['x']; use one of those"),
+    (put_out_of, "batch['slot']", "did you mean batch['slots']?"),
+    (of_metadata, "slot", "read: POOL, slots, x; did you mean slots?"),
+    (of_metadata, "md.slots", "did you mean slots?"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "key", "told"), MISNAMED, ids=[f"{fn.__name__} {key}" for fn, key, _ in MISNAMED]
+)
+def test_keys_of_pad_that_name_nothing(places, fn, key, told):
+    (warning,) = called(fn, {key: 0}, calls=9)
+    assert told in warning
+
+
+NAMED = [
+    (put, "slots"),
+    (put, "l_slots_"),
+    (put, "POOL"),  # read, and has no padded rows
+    (lambda x, slots: plus_one(x) * 2, "slots"),  # not read
+    (put_behind_a_break, "slots"),
+    (put_before_a_break, "slots"),
+    (put_by_another_name, "rows"),
+    (made_on_the_way, "rows"),
+    (put_out_of, "batch['slots']"),
+    (put_out_of, "batch['others']"),
+    (lambda *args: put(*args), "args[1]"),
+    (of_metadata, "slots"),
+    (of_metadata, "Places.slots"),
+    (of_metadata, "others"),
+    (of_metadata, "Places.others"),
+]
+
+
+@pytest.mark.parametrize(("fn", "key"), NAMED, ids=[f"{fn.__name__} {key}" for fn, key in NAMED])
+def test_keys_of_pad_that_name_something(places, fn, key):
+    """In some graph: Dynamo may make many of one function, with arguments of their own."""
+    assert called(fn, {key: 0}, calls=9) == []
 
 
 def test_an_interrupted_call_leaves_no_rows_to_a_later_one(device, monkeypatch):

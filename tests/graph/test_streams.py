@@ -463,6 +463,41 @@ def test_a_recording_forks_and_joins_as_the_program_does():
     ]
 
 
+def test_nothing_waits_between_a_fork_and_its_join():
+    """Work of two lanes may run at one time in a replay: only waits order one after the other."""
+    b = Build()
+    b(OPS.wait_stream, SIDE, MAIN)
+    with b.stream(SIDE):
+        z = b(torch.cos, b.x)
+    y = b(torch.sin, b.x)
+    b(OPS.wait_stream, MAIN, SIDE)
+    graph = compiled(b.done(b(torch.mul, y, z)))
+    (segment,) = graph.plan.graph_segments
+    code = graph.lowering.segment(segment)
+    nodes = [n for n in code.graph.nodes if n.name in segment.nodes]
+    assert [(n.name, place_of(n).lane > 0) for n in nodes] == [
+        ("cos", True), ("sin", False), ("mul", False),
+    ]  # fmt: skip
+    calls = []
+    streams = {lane: Told(f"lane {i}", calls) for i, lane in enumerate([0, *lanes_of(code)])}
+
+    class Noted(OnLanes):
+        def call_function(self, target, args, kwargs):
+            calls.append(target.__name__)
+            return super().call_function(target, args, kwargs)
+
+    @contextlib.contextmanager
+    def enter(stream):
+        calls.append(f"on {stream.name}")
+        yield
+
+    Noted(code, streams, enter).run(torch.randn(4, 6))
+    assert calls == [
+        "lane 1 waits for lane 0", "on lane 1", "cos", "sin",
+        "lane 0 waits for lane 1", "mul", "lane 0 waits for lane 1",
+    ]  # fmt: skip
+
+
 def test_a_recording_waits_for_events_as_the_program_does():
     b = Build()
     y = b(torch.add, b.x, 1)

@@ -82,13 +82,31 @@ def explained(model, *args, **options):
         return explain(model.eval(), options)(*args)
 
 
-def called(model, *calls):
-    """What `explain` says after these calls."""
-    compiled = torch.compile(model.eval(), backend="bcg")
+def compiled_and_called(model, *calls, dynamic=None, **options):
+    """What was compiled, after these calls."""
+    compiled = torch.compile(model.eval(), backend="bcg", dynamic=dynamic, options=options)
     with torch.inference_mode():
         for args in calls:
             compiled(*args)
-    return explain(compiled)
+    return compiled
+
+
+def called(model, *calls, **options):
+    """What `explain` says after these calls."""
+    return explain(compiled_and_called(model, *calls, **options))
+
+
+def compiler(refused=0, rows=None):
+    """One that changes nothing, and takes no segment of so many tensors (at so many rows)."""
+
+    def compile_segment(code, examples):
+        sizes = [x for x in examples if isinstance(x, torch.SymInt)]
+        here = rows is None or any(n == rows for n in sizes)
+        if here and len(examples) - len(sizes) == refused:
+            raise ValueError("<no> room\non the disk")
+        return code.forward
+
+    return compile_segment
 
 
 def mixed():

@@ -7,8 +7,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from report.shown import Layers, Mixed, Untagged, shown
+from report.shown import Layers, Mixed, Untagged, compiled_and_called, compiler, shown
 from torch_bcg.compiled import live_graphs
+from torch_bcg.errors import BCGWarning
+from torch_bcg.explain import explain
 from torch_bcg.graph.annotate import annotated
 from torch_bcg.graph.ir import Plan
 from torch_bcg.report import files
@@ -112,6 +114,33 @@ def test_dump_of_a_compile(tmp_path):
     with torch.inference_mode():
         torch.compile(Untagged(), backend="bcg", options={"dump": str(tmp_path / "it")})(x)
     assert names(tmp_path) == ["here", "it"]
+
+
+def test_dump_says_what_is_fused_of_the_programs_so_far(tmp_path):
+    inner = compiler(refused=4, rows=64)
+    x, more = torch.ones(8, 16), torch.ones(64, 16)
+    options = {"inner": inner, "buckets": [8, 64], "dump": str(tmp_path)}
+    compiled = compiled_and_called(Layers(3), (x,), dynamic=True, **options)
+    with torch.inference_mode():
+        (folder,) = (tmp_path / "rank0").iterdir()
+        first = (folder / "01_segments.txt").read_text()
+        assert first == str(explain(compiled))
+        assert "unfused" not in first
+        with pytest.warns(BCGWarning, match="<no> room"):
+            compiled(more)
+    both = (folder / "01_segments.txt").read_text()
+    assert both == str(explain(compiled)) != first
+    assert "unfused  6: ValueError: <no> room" in both
+    html = (folder / "page.html").read_text(encoding="utf-8")
+    assert "4 of 4, by 3 compilations" in html
+    assert "unfused 6: ValueError: &lt;no&gt; room" in html
+    small, large = json.loads((folder / "04_capture.json").read_text())
+    assert list(small["fused"]) == ["0", "2", "4", "6"]
+    assert len(set(small["fused"].values())) == 3
+    assert small["fused"]["2"] == small["fused"]["4"]
+    assert small["unfused"] == {}
+    assert list(large["fused"]) == ["0", "2", "4"]
+    assert large["unfused"] == {"6": "ValueError: <no> room"}
 
 
 def test_files_of_an_older_plan_go(tmp_path):

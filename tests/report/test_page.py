@@ -3,9 +3,11 @@
 import re
 from html.parser import HTMLParser
 
+import pytest
 import torch
 
-from report.shown import Layers, Untagged, called, explained, mixed
+from report.shown import Layers, Untagged, called, compiler, explained, mixed
+from torch_bcg.errors import BCGWarning
 from torch_bcg.graph import ir
 from torch_bcg.report.page import page
 
@@ -33,8 +35,8 @@ class Checker(HTMLParser):
         self.text.append(data)
 
 
-def checked(plan, code=None):
-    html = page(plan, code or {})
+def checked(plan, code=None, fusings=None):
+    html = page(plan, code or {}, fusings)
     checker = Checker()
     checker.feed(html)
     checker.close()
@@ -67,6 +69,23 @@ def test_alike_layers_fold_out():
     (plan,) = explained(Layers(40), torch.ones(4, 16)).plans
     text = checked(plan)
     assert len(re.findall(r"segments \d+\.\.\d+: \d+ times segments", text)) == 1
+
+
+def test_what_is_fused():
+    x = torch.ones(4, 16)
+    with pytest.warns(BCGWarning, match="<no> room"):
+        explanation = called(Layers(3), (x,), (x,), inner=compiler(refused=4))
+    (plan,) = explanation.plans
+    text = checked(plan, fusings=explanation.fusings[plan.name])
+    assert "Fused segments" in text
+    for said in (
+        "3 of 4, by 2 compilations",
+        "alike 2, 4",
+        "unfused 6: ValueError: <no> room",
+    ):
+        assert said in text
+    assert "known once a program is recorded" in checked(plan, fusings=())
+    assert "fused" not in checked(plan).lower()
 
 
 def test_escaped():

@@ -2,13 +2,21 @@
 
 import re
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
 import torch_bcg
-from report.shown import Layers, Untagged, called, explained, mixed, shown
+from report.shown import Layers, Untagged, called, compiler, explained, mixed, shown
+from torch_bcg.errors import BCGWarning
 from torch_bcg.explain import explain
-from torch_bcg.report.text import explanation
+from torch_bcg.graph.fusing import Fusing
+from torch_bcg.report.text import explanation, fused
+
+
+def fused_part(text):
+    """The lines on what is fused."""
+    return "fused segments" + shown(text).partition("fused segments")[2].partition("\n\n")[0]
 
 
 def test_marked_layer():
@@ -167,6 +175,103 @@ def test_what_it_says_to_mark_is_then_a_mark():
 def test_line_of_the_user_for_a_cut():
     (plan,) = called(Untagged(), (torch.ones(3),)).plans
     assert re.fullmatch(r"shown\.py:\d+", plan.reasons[0].where)
+
+
+def test_fused_segments_and_which_are_alike():
+    x = torch.ones(4, 16)
+    text = called(Layers(6), (x,), (x,), inner=compiler())
+    assert_expected_inline(
+        fused_part(text),
+        """\
+fused segments
+  7 of 7, by 3 compilations, in 1 program
+      alike    2, 4, 6, 8, 10""",
+    )
+
+
+def test_unfused_segments_and_why():
+    x = torch.ones(4, 16)
+    with pytest.warns(BCGWarning, match="<no> room"):
+        text = called(Layers(3), (x,), (x,), inner=compiler(refused=6))
+    assert_expected_inline(
+        fused_part(text),
+        """\
+fused segments
+  2 of 4, by 2 compilations, in 1 program
+      unfused  2, 4: ValueError: <no> room""",
+    )
+
+
+def test_sizes_that_are_fused_otherwise_are_shown_apart():
+    calls = [(torch.ones(n, 16),) for n in (8, 64, 16)]
+    inner = compiler(refused=4, rows=64)
+    with pytest.warns(BCGWarning, match="<no> room"):
+        text = called(Layers(3), *calls, dynamic=True, inner=inner, buckets=[8, 16, 64])
+    assert_expected_inline(
+        fused_part(text),
+        """\
+fused segments
+  4 of 4, by 3 compilations, in 2 programs
+      sizes    sNN = 8, 16
+      alike    2, 4
+  3 of 4, by 2 compilations, in 1 program
+      sizes    sNN = 64
+      alike    2, 4
+      unfused  6: ValueError: <no> room""",
+    )
+
+
+def test_sizes_that_are_compiled_apart_are_counted():
+    """A guard that holds for some sizes: nothing else differs."""
+
+    def by_eight(code, examples):
+        bool(examples[0] % 8 == 0)
+        return code.forward
+
+    calls = [(torch.ones(n, 16),) for n in (24, 12, 8, 4) for _ in range(2)]
+    text = called(Layers(2), *calls, dynamic=True, inner=by_eight)
+    assert_expected_inline(
+        fused_part(text),
+        """\
+fused segments
+  3 of 3, by 6 compilations, in 4 programs
+      sizes    sNN = 4, 8, 12, 24""",
+    )
+
+
+def test_nothing_is_known_to_be_fused_before_a_program():
+    expected = "fused segments\n  known once a program is recorded"
+    assert fused_part(explained(Layers(), torch.ones(4, 16), inner="inductor")) == expected
+
+
+def test_nothing_is_said_of_fusing_where_nobody_asked():
+    x = torch.ones(4, 16)
+    assert "fused" not in str(called(Layers(), (x,), (x,)))
+    assert "fused" not in str(explained(Layers(), x))
+
+
+def test_programs_of_several_sizes_and_many_segments():
+    def of(n, m, *reasons):
+        alike = [(i, 1) for i in range(2, 64, 2)]
+        return Fusing((("s0", n), ("s1", m)), ((0, 0), *alike), tuple(enumerate(reasons, 64)))
+
+    (plan,) = explained(Layers(), torch.ones(4, 16)).plans
+    programs = [of(8, 2), of(4, 2, "one", "other", "one"), of(8, 1), of(8, 2)]
+    assert_expected_inline(
+        "\n".join(fused(plan, programs)),
+        """\
+fused segments
+  32 of 35, by 2 compilations, in 1 program
+      sizes    (s0, s1) = (4, 2)
+      alike    2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42, 44,
+               46, 48, 50, 52, 54, 56, 58, 60, 62
+      unfused  64, 66: one
+      unfused  65: other
+  32 of 32, by 2 compilations, in 3 programs
+      sizes    (s0, s1) = (8, 1), (8, 2)
+      alike    2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42, 44,
+               46, 48, 50, 52, 54, 56, 58, 60, 62""",
+    )
 
 
 def test_no_graph():

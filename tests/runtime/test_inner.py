@@ -131,6 +131,26 @@ def test_inductor_is_right_and_compiles_equal_layers_once(device, inductor):
         )
 
 
+def test_settings_of_inductor_are_those_it_compiles_with(device, inductor):
+    config, lookup = torch._inductor.config, torch._dynamo.lookup_backend
+    found = []
+
+    def noted(code, examples):
+        found.append((config.max_fusion_size, config.fallback_random, config.triton.cudagraphs))
+        return code.forward
+
+    assert config.max_fusion_size != 7
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch._dynamo, "lookup_backend", lambda n: noted if n == inductor else lookup(n)
+        )
+        fn = with_inner(lambda x: plus_one(x * 2) + 1, {"max_fusion_size": 7})
+        with torch.no_grad():
+            fn(rows(device))
+    assert set(found) == {(7, True, False)}
+    assert config.max_fusion_size != 7
+
+
 LITERALS = {
     "the same": (2.5, 2.5, 1),
     "int and float": (1, 1.0, 2),

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from torch_bcg.counters import stats
+from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.ir import Plan
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.report import code, text
@@ -57,22 +58,42 @@ def dump_to(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 class Dump:
-    """The folder of one graph."""
+    """The folder of one graph, and what is written to it again as programs are captured."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, plan: Plan, segments_code: Mapping[int, str], probed: bool
+    ) -> None:
         self.folder = folder
+        self.plan, self.segments_code, self.probed = plan, segments_code, probed
         self.programs: list[Mapping[str, object]] = []
 
-    def captured(self, key: Mapping[str, int], figures: Mapping[str, int]) -> None:
+    def captured(
+        self,
+        key: Mapping[str, int],
+        figures: Mapping[str, object],
+        fusings: Sequence[Fusing] | None = None,
+    ) -> None:
         """Notes a program, and writes the counters as they are now.
 
         Args:
             key: value of each symbol of the plan.
             figures: e.g. ``bytes``, ``copied_bytes``, by name.
+            fusings: what is fused of each program that there is; None: nothing is to be.
         """
         self.programs.append({"key": dict(key), **figures})
         write(self.folder / "04_capture.json", json.dumps(self.programs, indent=1) + "\n")
         write(self.folder / "05_counters.json", stats().json() + "\n")
+        if fusings is not None:
+            for name, content in self.shown(fusings).items():
+                write(self.folder / name, content)
+
+    def shown(self, fusings: Sequence[Fusing] | None) -> dict[str, str]:
+        """The files that say what is fused."""
+        said = text.explanation([self.plan], self.probed, {self.plan.name: fusings})
+        return {
+            "01_segments.txt": said,
+            "page.html": page(self.plan, self.segments_code, fusings),
+        }
 
 
 def chosen(option: str | None) -> str | None:
@@ -91,6 +112,7 @@ def planned(
     lowering: Lowering,
     directory: str | None,
     probed: bool = False,
+    fusings: Sequence[Fusing] | None = None,
 ) -> Dump | None:
     """Dumps a plan, again when it changed or was probed.
 
@@ -101,6 +123,7 @@ def planned(
         lowering: of that plan.
         directory: what `chosen` said when the graph was compiled.
         probed: whether the plan knows what the probe found.
+        fusings: as for `Dump.captured`.
 
     Returns:
         What takes note of captures, or None if nobody asked for a dump.
@@ -108,24 +131,22 @@ def planned(
     if directory is None:
         return None
     segments = code.segments_code(plan, lowering)
-    folder = _rank_folder(directory) / name
-    dump(folder, plan, code.graph_code(gm), segments, probed)
-    log.info("%s is dumped to %s", name, folder)
-    return Dump(folder)
+    made = Dump(_rank_folder(directory) / name, plan, segments, probed)
+    dump(made, code.graph_code(gm), fusings)
+    log.info("%s is dumped to %s", name, made.folder)
+    return made
 
 
-def dump(
-    folder: Path, plan: Plan, graph_code: str, segments_code: Mapping[int, str], probed: bool
-) -> None:
+def dump(made: Dump, graph_code: str, fusings: Sequence[Fusing] | None) -> None:
     """Writes all that is known before anything is captured; files of an older plan go."""
+    folder, plan = made.folder, made.plan
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         "00_graph.py": graph_code,
-        "01_segments.txt": text.explanation([plan], probed),
         "02_plan.txt": plan.render(),
         "02_plan.json": plan.to_json() + "\n",
-        **{f"03_segment_{i:03d}.py": source for i, source in segments_code.items()},
-        "page.html": page(plan, segments_code),
+        **{f"03_segment_{i:03d}.py": source for i, source in made.segments_code.items()},
+        **made.shown(fusings),
         "INDEX.md": index(plan),
     }
     for old in (*folder.glob("03_segment_*.py"), *folder.glob("0[45]_*.json")):

@@ -11,25 +11,31 @@ from html import escape
 
 from torch_bcg.graph.amounts import bytes_of
 from torch_bcg.graph.flow import Flow
+from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.ir import EagerSegment, Plan, Segment, Value
 from torch_bcg.graph.render import returned
 from torch_bcg.graph.values import counted
 from torch_bcg.report.advice import causes
 from torch_bcg.report.fold import Run, folded
+from torch_bcg.report.fused import NOT_RECORDED, TITLE, outcomes
 from torch_bcg.report.style import STYLE
 
 
-def page(plan: Plan, segments_code: Mapping[int, str]) -> str:
+def page(
+    plan: Plan, segments_code: Mapping[int, str], fusings: Sequence[Fusing] | None = None
+) -> str:
     """The page of one plan.
 
     Args:
         plan: what is drawn.
         segments_code: code of segments, by index; a segment without any has nothing to fold out.
+        fusings: what is fused of each program; None: nothing is to be.
     """
     flow = plan.flow
     body = [
         _head(plan),
         _cuts(plan),
+        _fused(plan, fusings),
         "<h2>The flow of one call</h2>",
         _arguments(plan),
         *(_run(run, flow, segments_code) for run in folded(plan)),
@@ -86,6 +92,21 @@ def _cuts(plan: Plan) -> str:
         )
     head = "<tr><th>times</th><th>why it is cut</th><th>where</th></tr>"
     return f"<h2>Cuts</h2><table>{head}{''.join(rows)}</table>" if rows else ""
+
+
+def _fused(plan: Plan, fusings: Sequence[Fusing] | None) -> str:
+    if fusings is None or not plan.graph_segments:
+        return ""
+    rows = []
+    for o in outcomes(fusings):
+        notes = [f"<br><small>{name} {escape(', '.join(items))}</small>" for name, items in o.notes]
+        rows.append(
+            f"<tr><td>{len(o.programs)}</td><td><b>{o.title}</b>{''.join(notes)}</td>"
+            f"<td>{escape(', '.join(o.sizes))}</td></tr>"
+        )
+    head = "<tr><th>programs</th><th>what is fused</th><th>sizes</th></tr>"
+    table = f"<table>{head}{''.join(rows)}</table>" if rows else f"<p>{NOT_RECORDED}</p>"
+    return f"<h2>{TITLE.capitalize()}</h2>{table}"
 
 
 def _coded(advice: str) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_bcg.graph.amounts import bytes_of
 from torch_bcg.graph.flow import Flow
+from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.ir import EagerSegment, Plan, Segment, Value
 from torch_bcg.graph.render import binding_lines, columns, padding_lines, returned, wrapped
 from torch_bcg.graph.values import counted
 from torch_bcg.report.advice import Cause, causes
 from torch_bcg.report.fold import folded
+from torch_bcg.report.fused import NOT_RECORDED, TITLE, outcomes
 
 NO_GRAPH = (
     "No graph was planned: nothing was compiled and called yet, or all calls needed gradients\n"
@@ -28,23 +30,28 @@ PROBED = (
 )
 
 
-def explanation(plans: Sequence[Plan], probed: bool) -> str:
+def explanation(
+    plans: Sequence[Plan],
+    probed: bool,
+    fusings: Mapping[str, Sequence[Fusing] | None] | None = None,
+) -> str:
     """The text of all graphs of one function.
 
     Args:
         plans: annotated plans, in the order in which Dynamo made them.
         probed: whether each graph ran once under the probe.
+        fusings: by the name of a plan, what is fused of each program; None: nothing is to be.
     """
     if not plans:
         return NO_GRAPH
-    parts = [explained(plan) for plan in plans]
+    parts = [explained(plan, (fusings or {}).get(plan.name)) for plan in plans]
     if len(plans) > 1:
         parts.insert(0, f"{len(plans)} graphs, in the order in which Dynamo made them.\n")
     parts.append("\n".join(PROBED if probed else NOT_PROBED) + "\n")
     return "\n".join(parts)
 
 
-def explained(plan: Plan) -> str:
+def explained(plan: Plan, fusings: Sequence[Fusing] | None = None) -> str:
     """One plan, its alike neighbours folded; `Plan.render` lists everything."""
     if plan.unrecorded is not None:
         (cause,) = causes([plan.unrecorded])
@@ -54,6 +61,7 @@ def explained(plan: Plan) -> str:
         [str(plan)],
         segments(plan),
         cuts(plan),
+        fused(plan, fusings),
         memory(plan),
         binding_lines(plan.bindings),
         padding(plan),
@@ -97,6 +105,23 @@ def cut(cause: Cause) -> list[str]:
     """One cause: how often, where, and what to do."""
     lines = [f"  {counted(len(cause.reasons), 'time')} {cause.title} ({cause.places})"]
     return [*lines, f"      {cause.advice}"] if cause.advice else lines
+
+
+def fused(plan: Plan, fusings: Sequence[Fusing] | None) -> list[str]:
+    """What was recorded of segments, apart for programs in which it differs; nothing if not asked.
+
+    Args:
+        plan: of the programs.
+        fusings: one a program; None: nothing is to be fused.
+    """
+    if fusings is None or not plan.graph_segments:
+        return []
+    lines = [TITLE]
+    for o in outcomes(fusings):
+        lines.append(f"  {o.title}, in {o.many}")
+        for name, items in (("sizes", o.sizes), *o.notes):
+            lines += wrapped(name, items, 6, 9)
+    return lines if fusings else [*lines, f"  {NOT_RECORDED}"]
 
 
 def memory(plan: Plan) -> list[str]:

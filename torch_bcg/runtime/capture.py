@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torch_bcg.errors import CaptureError
+from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.ir import GraphSegment
 from torch_bcg.graph.lower import Fused, failed_node
 from torch_bcg.runtime.calls import Bound, bind
@@ -78,6 +79,7 @@ def capture(
             # A recording knows addresses and holds nothing: what it was bound to lives with it.
             owners=[space, *recordings.values()],
             pool=space.pool,
+            fusing=None if inner is None else fusing_of(space),
         )
         with no_room():
             program.at(space.key)
@@ -123,12 +125,21 @@ def record(
         ):
             raise capture_error(segment, failed_node(error), error) from error
         inner.refuse(code, reason_of(error))
-        inner.tell(reason_of(error), segment)
+        inner.tell(reason_of(error), space, segment)
         return record(space, segment, unrecorded, None)
     space.grown += max(0, space.pool.reserved() - before)
     space.codes[segment.index] = code
     space.keep(segment.outputs, recording.outputs)
     return dataclasses.replace(recording, outputs=())
+
+
+def fusing_of(space: Workspace) -> Fusing:
+    """What was recorded of each segment."""
+    return Fusing(
+        tuple(zip(space.symbols, space.key, strict=True)),
+        tuple((i, c.source.number) for i, c in space.codes.items() if isinstance(c, Fused)),
+        tuple(space.unfused.items()),
+    )
 
 
 def capture_error(segment: GraphSegment, node: str, error: BaseException) -> CaptureError:

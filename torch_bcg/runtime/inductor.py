@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torch_bcg.graph.buckets import SizeGuards
 from torch_bcg.graph.sizes import compiled
+from torch_bcg.option_values import INDUCTOR
 from torch_bcg.runtime.operands import Operand, alike
 
 Function = Callable[..., Sequence[Any]]
@@ -23,13 +24,21 @@ Compiler = Callable[[fx.GraphModule, list[Any]], Function]
 _COMPILING = threading.RLock()  # two devices have two pools, and compilers one process
 
 
-def inductor(code: fx.GraphModule, examples: list[Any]) -> Function:
-    """Inductor without CUDA graphs of its own, drawing the random numbers that eager draws."""
-    compiler = torch._dynamo.lookup_backend("inductor")
-    own: dict[str, Any] = {"triton.cudagraphs": False, "fallback_random": True}
-    with torch._inductor.config.patch(own):
-        function: Function = compiler(code, examples)
-    return function
+def inductor(settings: Iterable[tuple[str, object]] = ()) -> Compiler:
+    """Inductor without CUDA graphs of its own, drawing the random numbers that eager draws.
+
+    Args:
+        settings: names and values, as `option_values.compiler` checked them.
+    """
+    own: dict[str, Any] = {**dict(settings), **INDUCTOR}
+
+    def compile_segment(code: fx.GraphModule, examples: list[Any]) -> Function:
+        compiler = torch._dynamo.lookup_backend("inductor")
+        with torch._inductor.config.patch(own):
+            function: Function = compiler(code, examples)
+        return function
+
+    return compile_segment
 
 
 class Symbols:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -50,6 +51,7 @@ class _Made:
     """What the compiler made of like segments, and for which sizes.
 
     Attributes:
+        number: of the compilation.
         function: takes the values of ``names``, then the operands; returns the results.
         fixed: symbols that are numbers in it.
         guards: of the other symbols.
@@ -57,6 +59,7 @@ class _Made:
         refused: why it cannot be recorded, or "".
     """
 
+    number: int
     function: Function
     fixed: Mapping[str, int]
     guards: SizeGuards
@@ -77,14 +80,18 @@ class Inner:
     """Compiles the recorded segments of one graph.
 
     Args:
-        compiler: ``inductor``, or what is called as a backend of ``torch.compile`` is: with a
-            module and its example inputs, fake tensors and sizes, some of them symbols.
+        compiler: ``inductor``, settings of it, or what is called as a backend of ``torch.compile``
+            is: with a module and its example inputs, fake tensors and sizes, some of them symbols.
         facts: of the graph.
     """
 
-    def __init__(self, compiler: str | Compiler, facts: Facts) -> None:
+    def __init__(
+        self, compiler: str | tuple[tuple[str, object], ...] | Compiler, facts: Facts
+    ) -> None:
         self.facts = facts
-        self.compiler = inductor if isinstance(compiler, str) else compiler
+        if isinstance(compiler, (str, tuple)):
+            compiler = inductor(() if isinstance(compiler, str) else compiler)
+        self.compiler = compiler
         self.forget()
 
     def forget(self) -> None:
@@ -94,6 +101,7 @@ class Inner:
         self.failed: dict[Hashable, str] = {}  # those with nothing
         self.forms: dict[fx.GraphModule, _Form] = {}  # keys name objects of theirs
         self.told: set[str] = set()
+        self.numbers = itertools.count()
 
     def refuse(self, code: Fused, reason: str) -> None:
         """What was compiled cannot be recorded: like segments do not try again."""
@@ -118,7 +126,7 @@ class Inner:
                 )
                 return Fused(code, call, made)
             reason = made
-        self.tell(reason, segment)
+        self.tell(reason, space, segment)
         return code
 
     def operand(self, space: Workspace, segment: GraphSegment, name: str, x: Any) -> Operand:
@@ -199,10 +207,11 @@ class Inner:
         known = Symbols(sizes)
         named = with_sizes(code, list(known.names))
         function = known.compile(self.compiler, named, known.examples(given))
-        return _Made(function, known.fixed, known.guards, known.names)
+        return _Made(next(self.numbers), function, known.fixed, known.guards, known.names)
 
-    def tell(self, reason: str, segment: GraphSegment) -> None:
-        """Counts a segment that stays as it is, and says so once a reason."""
+    def tell(self, reason: str, space: Workspace, segment: GraphSegment) -> None:
+        """Notes and counts a segment that stays as it is, and says so once a reason."""
+        space.unfused[segment.index] = reason
         counters.unfused[reason] = counters.unfused.get(reason, 0) + 1
         if reason not in self.told:
             self.told.add(reason)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_bcg.counters import counters
+from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.ir import Plan
 from torch_bcg.runtime.calls import Bound
 from torch_bcg.runtime.device import Pool
@@ -45,6 +46,7 @@ class Program:
         grown: bytes that the pool grew by when it was recorded.
         owners: recordings and memory, kept alive.
         pool: in which it was recorded.
+        fusing: what of it is fused; None: nothing was to be.
         bytes: what it added: of slots, and of the pool.
         bound: the steps by the key of the call.
         replays: calls so far.
@@ -60,6 +62,7 @@ class Program:
     grown: int
     owners: list[object]
     pool: Pool
+    fusing: Fusing | None = None
     bytes: int = 0
     bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
     replays: int = 0

@@ -32,6 +32,7 @@ class Workspace:
         held: storage -> tensors that keep the memory of a recorded segment for later ones.
         flats: slots of the graph by name, which the program keeps alive.
         codes: by index, what was recorded of segments.
+        unfused: by index, why what should be fused is not.
         grown: bytes that the pool grew by when they were recorded.
     """
 
@@ -58,6 +59,7 @@ class Workspace:
         self.arena = pool.arena
         self.flats: dict[str, Tensor] = {}
         self.codes: dict[int, Code] = {}
+        self.unfused: dict[int, str] = {}
         self.grown = 0
         self.symbols = [s for s, _, _ in plan.symbols]
 
