@@ -32,6 +32,7 @@ from harness import (
     replayed,
     save,
     say,
+    status,
     table,
 )
 from layered import Case, check, distinct
@@ -76,7 +77,7 @@ def verify(case: Case, made: dict[str, Call], bucket: int) -> dict[str, float]:
 def run(args: argparse.Namespace) -> None:
     """Makes the variants, checks them, times them, checks them again; then saves and prints."""
     names = check_names(args.only, CHECKS)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     layers = args.layers or (43 if gpu else 4)
     repeats = args.repeats or (50 if gpu else 20)
@@ -127,18 +128,11 @@ def text(records: Sequence[Record]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--layers", type=int, help="43; 4 on a CPU")
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--bucket", type=int, default=128)
     options.add_argument("--repeats", type=int, help="calls of each variant: 50; 20 on a CPU")
-    try:
-        with torch.no_grad():
-            run(options.parse_args(argv))
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

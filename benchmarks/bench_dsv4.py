@@ -45,6 +45,7 @@ from typing import Any, cast
 import torch
 from harness import (
     Call,
+    Claim,
     Record,
     Refused,
     check_names,
@@ -53,7 +54,7 @@ from harness import (
     parser,
     progress,
     save,
-    say,
+    status,
     table,
     wait_idle,
 )
@@ -67,8 +68,8 @@ ALIKE = ("segments", "meta", "bcg", "floor")  # equal to the bit
 TIMES = ("latency", "host", "back to back", "step", "step host")
 
 LEAST, TOGETHER, TOGETHER_US = 5, 20, 5e5  # rounds; calls back to back, and how long they may take
-AT_LEAST = (("eager", 256, 5.0), ("meta", 256, 1.8), ("meta", 2048, 1.3))  # over the faster of ours
-CUT_US = 6.0
+AT_LEAST = (("eager", 256, 5), ("meta", 256, 1.8), ("meta", 2048, 1.3))  # over the faster of ours
+CUT_US = 6
 SIZES = {True: (256, 512, 1024, 2048), False: (16, 24)}  # on a GPU, on a CPU
 
 
@@ -180,26 +181,21 @@ def one_size(
     ]
 
 
-def judge(
-    p50: Mapping[tuple[str, int], float], cuts: Mapping[str, int], claimed: bool
-) -> list[dict[str, Any]]:
-    """The claims about latency, in us; ``met`` is None where nothing is claimed."""
-    found: list[tuple[str, float, str, bool]] = []
+def judge(p50: Mapping[tuple[str, int], float], cuts: Mapping[str, int]) -> list[Claim]:
+    """The claims about latency, in us."""
+    found = []
     for other, tokens, limit in AT_LEAST:
         ours = [p50[n, tokens] for n in ("bcg", "inductor") if (n, tokens) in p50]
         if ours and (other, tokens) in p50:
             value = p50[other, tokens] / min(ours)
             claim = f"{tokens} tokens: {other} / the faster of bcg and inductor"
-            found.append((claim, value, f"at least {limit:g}", value >= limit))
+            found.append(Claim.at_least(claim, value, limit))
     for (name, tokens), us in p50.items():
         if name == "inductor" and ("inductor-floor", tokens) in p50:
             value = (us - p50["inductor-floor", tokens]) / cuts[name]
             claim = f"{tokens} tokens: (inductor - its floor) / {cuts[name]} cuts, us"
-            found.append((claim, value, f"at most {CUT_US:g}", value <= CUT_US))
-    return [
-        {"claim": claim, "value": value, "limit": limit, "met": met if claimed else None}
-        for claim, value, limit, met in found
-    ]
+            found.append(Claim.at_most(claim, value, CUT_US))
+    return found
 
 
 def recordings(
@@ -219,7 +215,7 @@ def recordings(
 def run(args: argparse.Namespace) -> None:
     """All numbers of tokens, the largest first; saves and prints each."""
     names = check_names(args.only, [*ENGINES, *FLOORS])
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     args.repeats = args.repeats or (30 if gpu else 3)
     sizes = sorted({*(args.tokens or SIZES[gpu])}, reverse=True)
@@ -245,16 +241,14 @@ def run(args: argparse.Namespace) -> None:
             r.params |= {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
             r.params["cuts"] = cuts.get(FLOORS.get(r.variant, r.variant))
         starts = list(recordings(made, lanes))
-        claims = judge(latencies(records), cuts, claimed=gpu)
+        claims = [c.on(device) for c in judge(latencies(records), cuts)]
         # After each size: a run that is ended early has said what it knew.
         save(args.out, "dsv4", [*records, *starts], claims=claims, notes=notes)
         print(text([r for r in records if r.params["tokens"] == tokens], names, notes))
         gc.collect()  # recordings of this size
     for r in starts:
         print(f"{r.variant} recorded in {r.p50:.1f} s: {r.params}")
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3g}, {c['limit']}: {verdict}")
+    print(*claims, sep="\n")
 
 
 def latencies(records: Sequence[Record]) -> dict[tuple[str, int], float]:
@@ -286,7 +280,6 @@ def text(records: Sequence[Record], names: Sequence[str], notes: Mapping[str, st
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--tokens", type=int, nargs="+", help="256 512 1024 2048; 16 24 on a CPU")
     options.add_argument("--layers", type=int, help="43; 4 on a CPU")
     options.add_argument("--experts", type=int, help="16; 4 on a CPU")
@@ -294,13 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument(
         "--seconds", type=float, default=10, help="10; where calls take longer there are fewer"
     )
-    try:
-        with torch.no_grad():
-            run(options.parse_args(argv))
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import Record, Refused, measure, parser, save, say, table, wait_idle
+from harness import Claim, Record, Refused, measure, parser, save, say, status, table, wait_idle
 from torch import Tensor
 from watch import launches
 
@@ -48,7 +48,7 @@ from torch_bcg.dsv4 import building
 from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.metadata import DSV4Metadata, ExtendBatch, empty
 
-HOST_LIMIT, LAUNCH_LIMIT = 40.0, 3  # microseconds, launches
+HOST_LIMIT, LAUNCH_LIMIT = 40, 3  # microseconds, launches
 BYTES_PER_US, SPARE = 4.3e6, 10.0  # of the memory of an H200; microseconds
 STEPS = 8  # different ones of a kind
 FLUSHED = 512 << 20  # bytes that are read before a call: ten times the L2 cache
@@ -230,26 +230,19 @@ def device_times(build: Build, batches: Sequence[ExtendBatch], repeats: int) -> 
     return [sum(taken[i * each : (i + 1) * each]) for i in range(repeats)] if each else []
 
 
-def judge(records: Sequence[Record], claimed: bool) -> list[dict[str, Any]]:
-    """The claims about the kernel; ``met`` is None where nothing is claimed."""
+def judge(records: Sequence[Record]) -> list[Claim]:
+    """The claims about the kernel."""
     found = []
     for r in records:
         kind, us = r.params["kind"], 2 * r.params["bytes"] / BYTES_PER_US + SPARE
         if r.variant == "kernel" and r.params["time"] == "host":
-            found.append((f"{kind}: host, us", r.p50, HOST_LIMIT))
+            found.append(Claim.at_most(f"{kind}: host, us", r.p50, HOST_LIMIT))
             if r.params["launches"] is not None:
-                found.append((f"{kind}: launches", r.params["launches"], LAUNCH_LIMIT))
+                launched = r.params["launches"]
+                found.append(Claim.at_most(f"{kind}: launches", launched, LAUNCH_LIMIT))
         elif r.variant == "kernel" and r.params["time"] == "device":
-            found.append((f"{kind}: device, us", r.p50, us))
-    return [
-        {
-            "claim": claim,
-            "value": value,
-            "limit": f"at most {limit:.4g}",
-            "met": value <= limit if claimed else None,
-        }
-        for claim, value, limit in found
-    ]
+            found.append(Claim(f"{kind}: device, us", r.p50, f"at most {us:.4g}", r.p50 <= us))
+    return found
 
 
 def ways_of(layout: Layout, rows: int, device: torch.device) -> dict[str, tuple[Any, Build]]:
@@ -268,7 +261,7 @@ def ways_of(layout: Layout, rows: int, device: torch.device) -> dict[str, tuple[
 
 def run(args: argparse.Namespace) -> None:
     """Checks, times and checks again, for each kind of step; then saves and prints."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     rows, context = args.rows or (2048 if gpu else 64), args.context or (65536 if gpu else 2048)
     repeats = args.repeats or (500 if gpu else 20)
@@ -301,13 +294,10 @@ def run(args: argparse.Namespace) -> None:
         verify(ways, objects, batches[0])
     if gpu and all(r.params["time"] != "device" for r in records):
         say("no time of the device: no CUPTI.")
-    claims = judge(records, claimed=gpu)
+    claims = [c.on(device) for c in judge(records)]
     save(args.out, "dsv4_metadata", records, claims=claims)
     print(f"{rows} rows, context {context}, on {device}, {repeats} calls, microseconds")
-    print(text(records))
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3g}, {c['limit']}: {verdict}")
+    print(text(records), *claims, sep="\n")
 
 
 def text(records: Sequence[Record]) -> str:
@@ -322,18 +312,10 @@ def text(records: Sequence[Record]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__, only=False)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--rows", type=int, help="2,048; 64 on a CPU")
     options.add_argument("--context", type=int, help="65,536; 2,048 on a CPU")
     options.add_argument("--repeats", type=int, help="calls of each way: 500; 20 on a CPU")
-    given = options.parse_args(argv)
-    try:
-        with torch.no_grad():
-            run(given)
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from harness import Record, Refused, parser, progress, replayed, save, say, table
+from harness import Claim, Record, Refused, parser, progress, replayed, save, say, status, table
 from steps import AT_A_TIME, FLASH, TINY, Lane, Sizes, budgets, fit, kind_of
 from torch import Tensor
 
@@ -139,25 +139,18 @@ def unequal(one: Pools, other: Pools) -> list[str]:
     ]
 
 
-def judge(found: Found, steps: int, claimed: bool) -> list[dict[str, Any]]:
-    """``met`` is None where nothing is claimed."""
+def judge(found: Found, steps: int) -> list[Claim]:
+    """The claims with what was found."""
     said = found.figures()
-    least = [
-        ("share of steps that are replays", found.replays / steps, 1.0),
-        (f"share of rows ahead by {GAPS:g} errors", said["judged"], ENOUGH),
-    ]
-    none = [
-        ("steps in which replayed and segments differ", found.unequal),
-        ("pools that differ at the end", len(found.pools)),
-        ("rows ahead in which replayed has another word than eager", said["differ"]),
-    ]
-    checks = [
-        (claim, value, f"at least {limit:g}", value >= limit) for claim, value, limit in least
-    ]
-    checks += [(claim, value, "none", value == 0) for claim, value in none]
+    none = {
+        "steps in which replayed and segments differ": found.unequal,
+        "pools that differ at the end": len(found.pools),
+        "rows ahead in which replayed has another word than eager": said["differ"],
+    }
     return [
-        {"claim": claim, "value": value, "limit": limit, "met": met if claimed else None}
-        for claim, value, limit, met in checks
+        Claim.at_least("share of steps that are replays", found.replays / steps, 1),
+        Claim.at_least(f"share of rows ahead by {GAPS:g} errors", said["judged"], ENOUGH),
+        *(Claim(claim, value, "none", value == 0) for claim, value in none.items()),
     ]
 
 
@@ -210,7 +203,7 @@ def one_step(
 
 def run(args: argparse.Namespace) -> None:
     """Records every size, takes all steps, compares; then saves and prints."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu, seed = device.type == "cuda", args.seed
     if gpu:
         sizes = Sizes(DSV4Config.flash(args.layers, args.experts), torch.bfloat16, *FLASH)
@@ -231,8 +224,8 @@ def run(args: argparse.Namespace) -> None:
             one_step(lanes, budget, found, taken)
             shown("")
     found.pools = unequal(lanes["replayed"].pools, lanes["segments"].pools)
-    claims, said = judge(found, steps, claimed=gpu), found.figures()
-    differ = [c["claim"] for c in claims if c["limit"] == "none" and c["value"]]
+    claims, said = [c.on(device) for c in judge(found, steps)], found.figures()
+    differ = [c.claim for c in claims if c.limit == "none" and c.value]
     if differ and not gpu:
         raise Refused(f"replayed is wrong: there are {differ[0]}.")
     params = {"layers": sizes.config.num_layers, "experts": sizes.config.num_experts}
@@ -248,10 +241,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{found.replays} replays. Logits, eager - exact:")
     print(", ".join(f"{name} {value:.4g}" for name, value in said.items()))
     print("\nmilliseconds a step, until the device is done, p50")
-    print(text(records, list(lanes)))
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.4g}, {c['limit']}: {verdict}")
+    print(text(records, list(lanes)), *claims, sep="\n")
 
 
 def text(records: Sequence[Record], names: Sequence[str]) -> str:
@@ -265,18 +255,11 @@ def text(records: Sequence[Record], names: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__, only=False)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--layers", type=int, default=12, help="12; of the model for a GPU")
     options.add_argument("--experts", type=int, default=16, help="16; likewise")
     options.add_argument("--steps", type=int, help="200; 12 on a CPU")
     options.add_argument("--seed", type=int, default=0, help="of weights, requests and steps")
-    try:
-        with torch.no_grad():
-            run(options.parse_args(argv))
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

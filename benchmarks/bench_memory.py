@@ -36,7 +36,19 @@ from typing import Any
 
 import layered
 import torch
-from harness import Call, Record, Refused, check_names, parser, progress, save, say, table
+from harness import (
+    Call,
+    Claim,
+    Record,
+    Refused,
+    check_names,
+    parser,
+    progress,
+    save,
+    say,
+    status,
+    table,
+)
 from layered import Case, Model, check, distinct
 from torch import Tensor
 
@@ -245,20 +257,18 @@ def write(args: argparse.Namespace) -> None:
 # all of them
 
 
-def judge(rows: Mapping[str, Row], claimed: bool) -> list[dict[str, Any]]:
-    """The ratios with what was claimed; ``met`` is None where nothing is claimed."""
-    claims: list[dict[str, Any]] = []
+def judge(rows: Mapping[str, Row]) -> list[Claim]:
+    """The ratios with what was claimed."""
+    claims = []
     measured = {name: row for name, row in rows.items() if row.memory}
     for other, limit in (("largest", LARGEST_LIMIT), ("meta", META_LIMIT)):
         if {"bcg", other} <= measured.keys():
             ours, its = measured["bcg"], measured[other]
             value = ours.memory["pool"] / max(1, its.memory["pool"])
-            met = value <= limit if claimed else None
-            claim = f"pool of bcg / pool of {other}"
-            claims.append({"claim": claim, "value": value, "limit": f"at most {limit}", "met": met})
+            claims.append(Claim.at_most(f"pool of bcg / pool of {other}", value, limit))
             value = ours.whole / max(1, its.whole)
             claim = f"the same with what lies outside the pool, bcg / {other}"
-            claims.append({"claim": claim, "value": value, "limit": "none set", "met": None})
+            claims.append(Claim(claim, value, "none set", None))
     return claims
 
 
@@ -296,7 +306,7 @@ def run(args: argparse.Namespace) -> None:
     """Each variant in turn; then saves and prints."""
     names = check_names(args.only, VARIANTS)
     # CUDA is not touched here before the end: this process would hold memory of the device.
-    gpu = torch.device(args.device).type == "cuda"
+    device = torch.device(args.device)
     rows: dict[str, Row] = {}
     for name in names:
         say(f"recording {name} ...")
@@ -311,20 +321,16 @@ def run(args: argparse.Namespace) -> None:
     params |= {"largest": max(args.sizes)}
     measured = [r for r in rows.values() if r.memory]
     records = [record for r in measured for record in records_of(r, **params)]
-    claims = judge(rows, claimed=gpu)
+    claims = [c.on(device) for c in judge(rows)]
     notes = {n: r.note for n, r in rows.items() if r.note}
     save(args.out, "memory", records, claims=claims, notes=notes)
     print(f"{args.layers} layers of width {args.width} on {args.device}, {len(args.sizes)} sizes")
-    print(text(list(rows.values())))
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3f}, {c['limit']}: {verdict}")
+    print(text(list(rows.values())), *claims, sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--layers", type=int, help="43; 4 on a CPU")
     options.add_argument("--width", type=int, help="4096; 64 on a CPU")
     options.add_argument("--sizes", type=int, nargs="+", default=list(LADDER), help="the ladder")
@@ -332,17 +338,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--variant", choices=list(VARIANTS), help=argparse.SUPPRESS)
     options.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = options.parse_args(argv)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = torch.device(args.device).type == "cuda"
     args.layers = args.layers or (43 if gpu else 4)
     args.width = args.width or (4096 if gpu else 64)
-    try:
-        with torch.no_grad():
-            write(args) if args.variant else run(args)
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(write if args.variant else run, args)
 
 
 if __name__ == "__main__":

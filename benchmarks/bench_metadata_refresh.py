@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import Record, Refused, measure, parser, save, say, table
+from harness import Claim, Record, Refused, measure, parser, save, say, status, table
 from torch import Tensor
 from watch import launches
 
@@ -145,28 +145,19 @@ def launched(call: Step, lives: Sequence[Any]) -> int | None:
     return sum(found.kernels.values()) + sum(found.copies.values()) or None
 
 
-def judge(
-    p50: Mapping[tuple[str, str], float], counts: Mapping[str, int | None], claimed: bool
-) -> list[dict[str, Any]]:
-    """Time and launches, if they were counted; ``met`` is None where nothing is claimed."""
-    found = [("refresh / loop, host", p50["refresh", "host"] / p50["loop", "host"], LIMIT)]
+def judge(p50: Mapping[tuple[str, str], float], counts: Mapping[str, int | None]) -> list[Claim]:
+    """Time and launches, if they were counted."""
+    ratio = p50["refresh", "host"] / p50["loop", "host"]
+    found = [Claim.at_most("refresh / loop, host", ratio, LIMIT)]
     if counts["refresh"] is not None:
         claim = f"launches of one refresh of {len(NAMES)} dtypes"
-        found.append((claim, counts["refresh"], len(NAMES)))
-    return [
-        {
-            "claim": claim,
-            "value": value,
-            "limit": f"at most {limit}",
-            "met": value <= limit if claimed else None,
-        }
-        for claim, value, limit in found
-    ]
+        found.append(Claim.at_most(claim, counts["refresh"], len(NAMES)))
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
     """Checks, times and checks again, once for each time; then counts, saves and prints."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     repeats = args.repeats or (500 if gpu else 50)
     torch.manual_seed(0)
@@ -196,13 +187,10 @@ def run(args: argparse.Namespace) -> None:
         r.params["launches"] = counts[r.variant]
 
     p50 = {(r.variant, r.params["time"]): r.p50 for r in records}
-    claims = judge(p50, counts, claimed=gpu)
+    claims = [c.on(device) for c in judge(p50, counts)]
     save(args.out, "metadata_refresh", records, claims=claims)
     print(f"{len(COPIED)} tensors of {args.rows} rows on {device}, {repeats} calls, microseconds")
-    print(text(records))
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3g}, {c['limit']}: {verdict}")
+    print(text(records), *claims, sep="\n")
 
 
 def text(records: Sequence[Record]) -> str:
@@ -220,21 +208,15 @@ def text(records: Sequence[Record]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__, only=False)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--rows", type=int, default=2048)
     options.add_argument("--repeats", type=int, help="calls of each variant: 500; 50 on a CPU")
     given = options.parse_args(argv)
     declared = {"equal": tuple(EQUAL), "copy": tuple(COPIED), "rebind": REBOUND}
     binding = torch_bcg.register_metadata_binding(Paged, **declared)
     try:
-        with torch.no_grad():
-            run(given)
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
+        return status(run, given)
     finally:
         binding.remove()
-    return 0
 
 
 if __name__ == "__main__":

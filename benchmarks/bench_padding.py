@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from harness import (
     Call,
+    Claim,
     Record,
     Refused,
     fed,
@@ -38,6 +39,7 @@ from harness import (
     replayed,
     save,
     say,
+    status,
     table,
     wait_idle,
 )
@@ -132,26 +134,20 @@ def verify(case: Case, compiled: Call, buckets: Sequence[Bucket]) -> float:
     return check(case, {"bcg": compiled}, [x for n in rows for x in case.inputs(1, n)])["bcg"]
 
 
-def judge(p50: Mapping[tuple[int, str, str], float], claimed: bool) -> list[dict[str, Any]]:
-    """The ratio of each bucket and time; ``met`` is None where nothing is claimed."""
-    claims: list[dict[str, Any]] = []
-    for (bucket, how, variant), value in p50.items():
-        if variant in JUDGED:
-            ratio = value / p50[bucket, how, "exact"]
-            claims.append(
-                {
-                    "claim": f"{variant} / exact, bucket {bucket}, {how}",
-                    "value": ratio,
-                    "limit": f"at most {LIMIT}",
-                    "met": ratio <= LIMIT if claimed else None,
-                }
-            )
-    return claims
+def judge(p50: Mapping[tuple[int, str, str], float]) -> list[Claim]:
+    """The ratio of each bucket and time."""
+    return [
+        Claim.at_most(
+            f"{variant} / exact, bucket {bucket}, {how}", us / p50[bucket, how, "exact"], LIMIT
+        )
+        for (bucket, how, variant), us in p50.items()
+        if variant in JUDGED
+    ]
 
 
 def run(args: argparse.Namespace) -> None:
     """Records, checks, times one bucket after the other, checks again; then saves and prints."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     layers = args.layers or (43 if gpu else 4)
     repeats = args.repeats or (500 if gpu else 50)
@@ -192,13 +188,10 @@ def run(args: argparse.Namespace) -> None:
     verify(case, compiled, buckets)
 
     p50 = {(r.params["bucket"], r.params["time"], r.variant): r.p50 for r in records}
-    claims = judge(p50, claimed=gpu)
+    claims = [c.on(device) for c in judge(p50)]
     save(args.out, "padding", records, claims=claims)
     print(f"{layers} layers of width {args.width} on {device}, {repeats} calls each, microseconds")
-    print(text(records))
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3f}, {c['limit']}: {verdict}")
+    print(text(records), *claims, sep="\n")
 
 
 def text(records: Sequence[Record]) -> str:
@@ -218,18 +211,11 @@ def text(records: Sequence[Record]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__, only=False)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--layers", type=int, help="43; 4 on a CPU")
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--buckets", type=int, nargs="+", default=[16, 256, 1024])
     options.add_argument("--repeats", type=int, help="calls of each variant: 500; 50 on a CPU")
-    try:
-        with torch.no_grad():
-            run(options.parse_args(argv))
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from harness import (
     Call,
+    Claim,
     Record,
     Refused,
     check_names,
@@ -35,6 +35,7 @@ from harness import (
     progress,
     save,
     say,
+    status,
     table,
     wait_idle,
 )
@@ -116,31 +117,24 @@ def replays_of(call: Call, x: Tensor) -> int:
     return len(replays)
 
 
-def judge(p50: Mapping[str, float], segments: int, claimed: bool) -> list[dict[str, Any]]:
-    """The two claims with what was measured; ``met`` is None where nothing is claimed."""
+def judge(p50: Mapping[str, float], segments: int) -> list[Claim]:
+    """The two claims with what was measured."""
     claims = []
     if {"program", "hand"} <= p50.keys():
         value = (p50["program"] - p50["hand"]) / segments
         claim = f"(program - hand) / {segments} segments, in us"
-        met = value <= STEP_LIMIT_US
-        claims.append(
-            {"claim": claim, "value": value, "limit": f"at most {STEP_LIMIT_US}", "met": met}
-        )
+        claims.append(Claim.at_most(claim, value, STEP_LIMIT_US))
     if {"compiled", "reduce-overhead"} <= p50.keys():
         value = p50["compiled"] / p50["reduce-overhead"]
-        claim = "compiled / reduce-overhead"
-        met = value < RATIO_LIMIT
-        claims.append({"claim": claim, "value": value, "limit": f"below {RATIO_LIMIT}", "met": met})
-    if not claimed:
-        for c in claims:
-            c["met"] = None
+        limit, met = f"below {RATIO_LIMIT}", value < RATIO_LIMIT
+        claims.append(Claim("compiled / reduce-overhead", value, limit, met))
     return claims
 
 
 def run(args: argparse.Namespace) -> None:
     """Makes the variants, checks them, times them, checks them again; then saves and prints."""
     names = check_names(args.only, MAKERS)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     layers = args.layers or (43 if gpu else 4)
     repeats = args.repeats or (500 if gpu else 50)
@@ -166,15 +160,13 @@ def run(args: argparse.Namespace) -> None:
     ]
     p50 = {r.variant: r.p50 for r in records}
     segments = case.segments if {"hand", "program"} & p50.keys() else 0
-    claims = judge(p50, segments, claimed=gpu)
+    claims = [c.on(device) for c in judge(p50, segments)]
     save(args.out, "replay_overhead", records, claims=claims)
     print(f"{layers} layers on {device}, host time from call to return, {repeats} calls each")
     print(text(records))
     if gpu and replays.get("reduce-overhead") == 0:
         print("note: no replay of a CUDA graph was seen in reduce-overhead")
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3f}, {c['limit']}: {verdict}")
+    print(*claims, sep="\n")
 
 
 def text(records: Sequence[Record]) -> str:
@@ -191,18 +183,11 @@ def text(records: Sequence[Record]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--layers", type=int, help="43; 4 on a CPU")
     options.add_argument("--repeats", type=int, help="calls of each variant: 500; 50 on a CPU")
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--tokens", type=int, default=16)
-    try:
-        with torch.no_grad():
-            run(options.parse_args(argv))
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness import Record, Refused, measure, parser, save, say, table, wait_idle
+from harness import Claim, Record, Refused, measure, parser, save, say, status, table, wait_idle
 from torch import Tensor
 
 from torch_bcg.dsv4.attention import sparse_attention, sparse_attention_reference
@@ -183,24 +183,17 @@ def measured(
     return records
 
 
-def judge(records: Sequence[Record], ceiling: float, claimed: bool) -> list[dict[str, Any]]:
-    """The best config with the most rows; ``met`` is None where nothing is claimed."""
+def judge(records: Sequence[Record], ceiling: float) -> Claim:
+    """The best config with the most rows."""
     found = [r for r in records if r.variant == "both" and r.params["time"] == "device"]
     most = max(r.params["rows"] for r in found)
     value = max(r.params["TFLOP/s"] for r in found if r.params["rows"] == most) / ceiling
-    return [
-        {
-            "claim": f"TFLOP/s of both, {most} rows / TFLOP/s of a product",
-            "value": value,
-            "limit": f"at least {LIMIT}",
-            "met": value >= LIMIT if claimed else None,
-        }
-    ]
+    return Claim.at_least(f"TFLOP/s of both, {most} rows / TFLOP/s of a product", value, LIMIT)
 
 
 def run(args: argparse.Namespace) -> None:
     """Ceilings, then every case with every config; saves and prints."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     sizes = Sizes(64, 512, 512, 16384, device) if gpu else Sizes(4, 64, 64, 256, device)
     rows = args.rows or ([16, 64, 256, 1024, 2048] if gpu else [4, 16])
@@ -216,13 +209,10 @@ def run(args: argparse.Namespace) -> None:
             for config in args.config or [None]:
                 say(f"{variant}, {n} rows, config {config or 'chosen'}")
                 records += measured(case, variant, config and tuple(config), repeats, device)
-    claims = judge(records, reached["TFLOP/s"], claimed=gpu)
+    claims = [judge(records, reached["TFLOP/s"]).on(device)]
     save(args.out, "sparse_attention", [*tops, *records], claims=claims)
     print(f"{sizes.heads} heads of {sizes.dim}, bf16, on {device}, {repeats} samples, microseconds")
-    print(text([*tops, *records]))
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3g}, {c['limit']}: {verdict}")
+    print(text([*tops, *records]), *claims, sep="\n")
 
 
 def text(records: Sequence[Record]) -> str:
@@ -241,7 +231,6 @@ def text(records: Sequence[Record]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__, only=False)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--rows", type=int, nargs="+", help="16 to 2048; 4 and 16 on a CPU")
     options.add_argument("--repeats", type=int, help="samples of each: 50; 5 on a CPU")
     options.add_argument(
@@ -252,13 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar=("HEADS", "KEYS", "WARPS", "STAGES"),
         help="instead of the one that the kernel chooses; may be given several times",
     )
-    try:
-        with torch.no_grad():
-            run(options.parse_args(argv))
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from typing import Any
 import torch
 from harness import (
     Call,
+    Claim,
     Record,
     Refused,
     check_names,
@@ -54,6 +55,7 @@ from harness import (
     replayed,
     save,
     say,
+    status,
     table,
     wait_idle,
 )
@@ -225,24 +227,19 @@ def apart(variant: str, args: argparse.Namespace, caches: Path) -> tuple[list[Re
 # all of them
 
 
-def judge(figures: Mapping[tuple[str, str], float], claimed: bool) -> list[dict[str, Any]]:
-    """The claims with what was measured; ``met`` is None where nothing is claimed."""
-    claims: list[dict[str, Any]] = []
-
-    def add(claim: str, value: float, limit: float) -> None:
-        met = value <= limit if claimed else None
-        claims.append({"claim": claim, "value": value, "limit": f"at most {limit:g}", "met": met})
-
+def judge(figures: Mapping[tuple[str, str], float]) -> list[Claim]:
+    """The claims with what was measured."""
+    claims = []
     variants = {variant for variant, _ in figures}
     if {"second", "eager"} <= variants:
         ratio = figures["second", "all"] / figures["eager", "all"]
-        add("second / eager, all seconds", ratio, SECOND_LIMIT)
+        claims.append(Claim.at_most("second / eager, all seconds", ratio, SECOND_LIMIT))
     if "first" in variants:
-        limit = DISTINCT_LAYERS + MORE_COMPILATIONS
-        add("compilations of first", figures["first", "compilations"], limit)
+        count, limit = figures["first", "compilations"], DISTINCT_LAYERS + MORE_COMPILATIONS
+        claims.append(Claim.at_most("compilations of first", count, limit))
     if {"first", "kinds"} <= variants:
         ratio = figures["first", "inner"] / figures["kinds", "inner"]
-        add("first / kinds, seconds of inner", ratio, KINDS_LIMIT)
+        claims.append(Claim.at_most("first / kinds, seconds of inner", ratio, KINDS_LIMIT))
     return claims
 
 
@@ -274,7 +271,7 @@ def text(records: Sequence[Record], notes: Mapping[str, str]) -> str:
 def run(args: argparse.Namespace) -> None:
     """Each variant in turn; then saves and prints."""
     names = check_names(args.only, [*STARTS, *LOSSES])
-    gpu = torch.device(args.device).type == "cuda"
+    device = torch.device(args.device)
     measured: dict[str, list[Record]] = {}
     notes: dict[str, str] = {}
     lost: list[str] = []
@@ -295,16 +292,14 @@ def run(args: argparse.Namespace) -> None:
     records = [r for each in measured.values() for r in each]
     if not records:
         raise Refused("; ".join(f"{name}: {why}" for name, why in notes.items()))
-    dtype = "bfloat16" if gpu else "float32"
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
     for r in records:
         r.params |= {"width": args.width, "device": args.device, "dtype": dtype}
-    claims = judge({(r.variant, r.params["kind"]): r.p50 for r in records}, claimed=gpu)
+    figures = {(r.variant, r.params["kind"]): r.p50 for r in records}
+    claims = [c.on(device) for c in judge(figures)]
     save(args.out, "start", records, claims=claims, notes=notes)
     print(f"{args.layers} layers of width {args.width} on {args.device}")
-    print(text(records, notes))
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3f}, {c['limit']}: {verdict}")
+    print(text(records, notes), *claims, sep="\n")
     if lost:
         raise Refused("; ".join(lost))
 
@@ -312,7 +307,6 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused, be it one variant."""
     options = parser(__doc__)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--layers", type=int, help="43; 4 on a CPU")
     options.add_argument("--width", type=int, help="4096; 64 on a CPU")
     options.add_argument("--sizes", type=int, nargs="+", help="the ladder; 4 8 16 on a CPU")
@@ -321,19 +315,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--variant", choices=[*STARTS, *LOSSES], help=argparse.SUPPRESS)
     options.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = options.parse_args(argv)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu = torch.device(args.device).type == "cuda"
     args.layers = args.layers or (43 if gpu else 4)
     args.width = args.width or (4096 if gpu else 64)
     args.sizes = args.sizes or (list(LADDER) if gpu else [4, 8, 16])
     args.repeats = args.repeats or (200 if gpu else 20)
-    try:
-        with torch.no_grad():
-            write(args) if args.variant else run(args)
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(write if args.variant else run, args)
 
 
 if __name__ == "__main__":

@@ -54,14 +54,15 @@ from typing import Any
 import torch
 from harness import (
     Call,
+    Claim,
     Record,
-    Refused,
     check_names,
     measure,
     noting,
     parser,
     save,
     say,
+    status,
     table,
     wait_idle,
 )
@@ -79,7 +80,7 @@ LEAST, TOGETHER, TOGETHER_US = 10, 50, 5e4  # rounds; calls back to back, and ho
 
 META_LIMITS = {16: 1.15, 256: 1.15, 1024: 1.08, 2048: 1.10}  # by number of tokens
 FLOOR_LIMITS = {1024: 1.05, 2048: 1.03}
-CUT_LIMITS_US = {16: 5.0, 256: 5.0}
+CUT_LIMITS_US = {16: 5, 256: 5}
 STEP_LIMIT_US = 0.5
 SIZES, SMALL = (16, 256, 1024, 2048), (4, 8)  # on a GPU, on a CPU
 
@@ -237,8 +238,8 @@ def times_of(
     return taken
 
 
-def judge(records: Iterable[Record], claimed: bool) -> list[dict[str, Any]]:
-    """The claims with what was measured; ``met`` is None where nothing is claimed."""
+def judge(records: Iterable[Record]) -> list[Claim]:
+    """The claims with what was measured."""
     by = {(r.variant, r.params["time"], r.params["tokens"]): r for r in records}
     steps = dict.fromkeys([tokens for *_, tokens in by], STEP_LIMIT_US)
     claims = []
@@ -252,7 +253,7 @@ def judge(records: Iterable[Record], claimed: bool) -> list[dict[str, Any]]:
         ("program", "hand", "host", "steps", steps),
         ("program-inductor", "hand-inductor", "host", "steps", steps),
     ):
-        least = one == "meta"
+        make = Claim.at_least if one == "meta" else Claim.at_most
         for tokens, limit in limits.items():
             x, y = by.get((one, kind, tokens)), by.get((other, kind, tokens))
             if x is None or y is None:
@@ -262,10 +263,7 @@ def judge(records: Iterable[Record], claimed: bool) -> list[dict[str, Any]]:
                 value, what = (x.p50 - y.p50) / count, f"({one} - {other}) / {count} {parts}, us"
             else:
                 value, what = x.p50 / y.p50, f"{one} / {other}"
-            met = (value >= limit if least else value <= limit) if claimed else None
-            text = f"at {'least' if least else 'most'} {limit:g}"
-            claim = f"{tokens} tokens, {kind}: {what}"
-            claims.append({"claim": claim, "value": value, "limit": text, "met": met})
+            claims.append(make(f"{tokens} tokens, {kind}: {what}", value, limit))
     return claims
 
 
@@ -299,7 +297,7 @@ def run(args: argparse.Namespace) -> None:
     names = check_names(args.only, MAKERS)
     if args.only is None and not args.full:
         names = [n for n in names if n not in SLOW]
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device(args.device)
     gpu = device.type == "cuda"
     count, width = args.layers or (43 if gpu else 2), args.width or (2048 if gpu else 64)
     args.repeats = args.repeats or (100 if gpu else 10)
@@ -319,14 +317,12 @@ def run(args: argparse.Namespace) -> None:
             r.params |= {"layers": count, "width": width, "device": str(device)}
             r.params["dtype"] = str(dtype).removeprefix("torch.")
         records += new
-        claims = judge(records, claimed=gpu)
+        claims = [c.on(device) for c in judge(records)]
         # After each size: a run that is ended early has said what it knew.
         save(args.out, "transformer", records, claims=claims, notes=notes)
         print(f"{count} layers of width {width} on {device}; microseconds")
         print(text(new, notes if tokens == sizes[-1] else {}), flush=True)
-    for c in claims:
-        verdict = {True: "yes", False: "NO", None: "not judged on a CPU"}[c["met"]]
-        print(f"{c['claim']} = {c['value']:.3f}, {c['limit']}: {verdict}")
+    print(*claims, sep="\n")
 
 
 def text(records: Iterable[Record], notes: Mapping[str, str]) -> str:
@@ -348,7 +344,6 @@ def text(records: Iterable[Record], notes: Mapping[str, str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 measured, 1 refused."""
     options = parser(__doc__)
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--tokens", type=int, nargs="+", help="16 256 1024 2048; 4 8 on a CPU")
     options.add_argument("--layers", type=int, help="43; 2 on a CPU")
     options.add_argument("--width", type=int, help="2048; 64 on a CPU")
@@ -357,13 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=6, help="6; where calls take longer there are fewer"
     )
     options.add_argument("--full", action="store_true", help=f"{' and '.join(SLOW)} as well")
-    try:
-        with torch.no_grad():
-            run(options.parse_args(argv))
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,10 @@ def _commit() -> str | None:
         return os.environ.get("GIT_SHA")
 
 
-# options and progress
+# options, exit status and progress
 
 
-def parser(doc: str, only: bool = True) -> argparse.ArgumentParser:
+def parser(doc: str, only: bool = True, device: bool = True) -> argparse.ArgumentParser:
     """A parser with the options of all benchmarks; ``doc`` is the docstring of the module."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,7 +97,21 @@ def parser(doc: str, only: bool = True) -> argparse.ArgumentParser:
     if only:
         made.add_argument("--only", nargs="+", metavar="NAME", help="these alone")
     made.add_argument("--out", type=Path, metavar="DIR", help="folder for the JSON")
+    if device:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        made.add_argument("--device", default=default, help="cuda where there is one, else cpu")
     return made
+
+
+def status(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    """Runs a benchmark. Exit status: 0 done; 1 refused, with the reason on stderr."""
+    try:
+        with torch.no_grad():
+            run(args)
+    except Refused as reason:
+        say(f"refused: {reason}")
+        return 1
+    return 0
 
 
 def check_names(chosen: Sequence[str] | None, known: Iterable[str]) -> list[str]:
@@ -247,14 +261,42 @@ class Record:
         return cls(name, variant, unit, p20, statistics.median(samples), p80, len(samples), params)
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A figure beside its limit, and whether that is met: None where it is not judged."""
+
+    claim: str
+    value: float
+    limit: str
+    met: bool | None
+
+    @classmethod
+    def at_most(cls, claim: str, value: float, limit: float) -> Claim:
+        """Met by a value that is no larger."""
+        return cls(claim, value, f"at most {limit}", value <= limit)
+
+    @classmethod
+    def at_least(cls, claim: str, value: float, limit: float) -> Claim:
+        """Met by a value that is no smaller."""
+        return cls(claim, value, f"at least {limit}", value >= limit)
+
+    def on(self, device: torch.device) -> Claim:
+        """The same on a GPU; on a CPU it is not judged."""
+        return self if device.type == "cuda" else replace(self, met=None)
+
+    def __str__(self) -> str:
+        verdict = {True: "yes", False: "NO", None: "not judged"}[self.met]
+        return f"{self.claim} = {self.value:.4g}, {self.limit}: {verdict}"
+
+
 def save(out: Path | None, name: str, records: Iterable[Record], **more: Any) -> None:
     """Writes ``out/name.json``: the environment, the records, and what else is given."""
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
-    content = {"environment": environment(), "records": [asdict(r) for r in records], **more}
+    content = {"environment": environment(), "records": list(records), **more}
     path = out / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=1, default=asdict) + "\n", encoding="utf-8")
     say(f"wrote {path}")
 
 

@@ -38,6 +38,7 @@ from harness import (
     plans_of,
     save,
     say,
+    status,
     table,
 )
 from profile_zoo import build, load, mark_attention
@@ -295,21 +296,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 compared, 1 refused."""
     options = parser(__doc__)
     options.add_argument("--zoo", type=Path, required=True, help="the script with the models")
-    options.add_argument("--device", help="cuda where there is one, else cpu")
     options.add_argument("--sweep", type=int, nargs=2, default=[2, 80], metavar=("LOW", "HIGH"))
     options.add_argument("--few", type=int, metavar="N", help=f"lengths of {', '.join(SLOW)}")
     options.add_argument("--batch", type=int, default=1)
     options.add_argument("--unmarked", action="store_true", help="attention is recorded")
     options.add_argument("--rows", choices=("facts", "independent"), default="facts")
-    args = options.parse_args(argv)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        with torch.no_grad():
-            run(args)
-    except Refused as reason:
-        say(f"refused: {reason}")
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from harness import Record, Refused, check_names, parser, progress, replayed, save, table
+from harness import Record, Refused, check_names, parser, progress, replayed, save, status, table
 from watch import Launches, count_launches
 
 import torch_bcg
@@ -389,18 +389,11 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 counted, 1 refused."""
-    options = parser(__doc__)
+    options = parser(__doc__, device=False)
     options.add_argument("--zoo", type=Path, required=True, help="the script with the models")
     options.add_argument("--lengths", type=int, nargs="+", default=[12, 17, 33])
     options.add_argument("--mark-attention", action="store_true", help="cut every layer there")
-    args = options.parse_args(argv)
-    try:
-        with torch.no_grad():
-            run(args)
-    except Refused as reason:
-        print(f"refused: {reason}", file=sys.stderr)
-        return 1
-    return 0
+    return status(run, options.parse_args(argv))
 
 
 if __name__ == "__main__":

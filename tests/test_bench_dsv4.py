@@ -150,9 +150,11 @@ def test_judges_the_faster_of_ours(bench):
     p50 = {("eager", 256): 100.0, ("meta", 256): 35.0, ("meta", 2048): 300.0,
            ("bcg", 256): 25.0, ("bcg", 2048): 250.0, ("inductor", 256): 20.0,
            ("inductor-floor", 256): 14.0}  # fmt: skip
-    found = [(c["value"], c["met"]) for c in bench.judge(p50, {"inductor": 2}, claimed=True)]
-    assert found == [(5.0, True), (1.75, False), (1.2, False), (3.0, True)]
-    assert {c["met"] for c in bench.judge(p50, {"inductor": 2}, claimed=False)} == {None}
+    found = [(c.value, c.limit, c.met) for c in bench.judge(p50, {"inductor": 2})]
+    assert found == [
+        (5.0, "at least 5", True), (1.75, "at least 1.8", False),
+        (1.2, "at least 1.3", False), (3.0, "at most 6", True),
+    ]  # fmt: skip
 
 
 def test_refuses_to_run_nothing(bench, capsys):

@@ -154,9 +154,12 @@ def test_what_is_lost_is_said_beside_the_rest(bench, monkeypatch, tmp_path, caps
 def test_judges_what_was_claimed(bench):
     figures = {("eager", "all"): 10.0, ("second", "all"): 15.0, ("first", "compilations"): 5,
                ("first", "inner"): 31.0, ("kinds", "inner"): 20.0}  # fmt: skip
-    found = [(c["value"], c["met"]) for c in bench.judge(figures, claimed=True)]
-    assert found == [(1.5, True), (5, True), (1.55, False)]
+    found = [(c.value, c.limit, c.met) for c in bench.judge(figures)]
+    assert found == [
+        (1.5, "at most 1.5", True),
+        (5, "at most 5", True),
+        (1.55, "at most 1.5", False),
+    ]
     figures |= {("second", "all"): 16.0, ("first", "compilations"): 6, ("first", "inner"): 30.0}
-    assert [c["met"] for c in bench.judge(figures, claimed=True)] == [False, False, True]
-    assert {c["met"] for c in bench.judge(figures, claimed=False)} == {None}
-    assert bench.judge({("eager", "all"): 1.0}, claimed=True) == []
+    assert [c.met for c in bench.judge(figures)] == [False, False, True]
+    assert bench.judge({("eager", "all"): 1.0}) == []

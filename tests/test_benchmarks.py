@@ -39,7 +39,7 @@ def test_replay_overhead_writes_a_record_for_each_variant(module, tmp_path, caps
     (claim,) = written["claims"]
     assert claim["met"] is None
     assert "5 segments" in claim["claim"]
-    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged on a CPU")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged")
 
 
 def test_hand_written_loop_follows_its_input(module):
@@ -88,12 +88,26 @@ def test_refuses_a_variant_that_does_not_exist(module, capsys):
 def test_judges_what_was_claimed(module):
     judge = module("bench_replay_overhead").judge
     p50 = {"hand": 100.0, "program": 260.0, "compiled": 300.0, "reduce-overhead": 500.0}
-    step, ratio = judge(p50, 100, claimed=True)
-    assert (step["value"], step["met"]) == (1.6, False)
-    assert (ratio["value"], ratio["met"]) == (0.6, False)
-    step, ratio = judge({**p50, "program": 250.0, "compiled": 249.0}, 100, claimed=True)
-    assert step["met"] is ratio["met"] is True
-    assert judge({"eager": 1.0}, 0, claimed=True) == []
+    step, ratio = judge(p50, 100)
+    assert (step.value, step.limit, step.met) == (1.6, "at most 1.5", False)
+    assert (ratio.value, ratio.limit, ratio.met) == (0.6, "below 0.5", False)
+    step, ratio = judge({**p50, "program": 250.0, "compiled": 249.0}, 100)
+    assert step.met is ratio.met is True
+    assert judge({"eager": 1.0}, 0) == []
+
+
+def test_a_claim_is_judged_on_a_gpu_alone(module, tmp_path):
+    harness = module("harness")
+    claims = harness.Claim.at_most("a / b", 1.23456, 1.5), harness.Claim.at_least("c", 2, 3)
+    assert [str(c.on(torch.device("cuda:1"))) for c in claims] == [
+        "a / b = 1.235, at most 1.5: yes",
+        "c = 2, at least 3: NO",
+    ]
+    there = claims[0].on(torch.device("cpu"))
+    assert str(there) == "a / b = 1.235, at most 1.5: not judged"
+    harness.save(tmp_path, "some", [], claims=[there])
+    (written,) = json.loads((tmp_path / "some.json").read_text())["claims"]
+    assert written == {"claim": "a / b", "value": 1.23456, "limit": "at most 1.5", "met": None}
 
 
 def test_order_moves_on_so_that_every_variant_comes_after_every_other(module):
@@ -361,12 +375,13 @@ def test_memory_claims_compare_pools_and_show_what_lies_outside(module):
     bench = module("bench_memory")
     rows = {n: memory_row(bench, n, *b) for n, b in
             {"bcg": (105, 95), "largest": (100, 100), "meta": (100, 0)}.items()}  # fmt: skip
-    claims = bench.judge(rows, claimed=True)
-    assert [c["value"] for c in claims] == [1.05, 1.0, 1.05, 2.0]
-    assert [c["met"] for c in claims] == [True, None, False, None]
-    assert [c["met"] for c in bench.judge(rows, claimed=False)] == [None] * 4
+    claims = bench.judge(rows)
+    assert [(c.value, c.limit, c.met) for c in claims] == [
+        (1.05, "at most 1.1", True), (1.0, "none set", None),
+        (1.05, "at most 1.0", False), (2.0, "none set", None),
+    ]  # fmt: skip
     rows["meta"] = bench.Row("meta", note="not installed")
-    assert len(bench.judge(rows, claimed=True)) == 2
+    assert len(bench.judge(rows)) == 2
     assert "not installed" in bench.text(list(rows.values()))
 
 
@@ -453,9 +468,9 @@ def test_padding_judges_each_bucket_against_its_exact_calls(module):
     judge = module("bench_padding").judge
     p50 = {(8, "host", "exact"): 100.0, (8, "host", "again"): 200.0, (8, "host", "near"): 103.0,
            (8, "host", "far"): 104.0}  # fmt: skip
-    near, far = judge(p50, claimed=True)
-    assert (near["value"], near["met"]) == (1.03, True)
-    assert (far["value"], far["met"]) == (1.04, False)
+    near, far = judge(p50)
+    assert (near.value, near.limit, near.met) == (1.03, "at most 1.03", True)
+    assert (far.value, far.met) == (1.04, False)
 
 
 def test_checks_are_timed_alone_and_together(module, tmp_path, capsys):
@@ -584,7 +599,7 @@ def test_refresh_is_timed_beside_a_loop(module, tmp_path, capsys):
     assert found == {(v, t) for v in ("refresh", "loop", "foreach") for t in ("host", "wall")}
     (claim,) = written["claims"]
     assert claim["met"] is None
-    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged on a CPU")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged")
 
 
 def copies_nothing(captured, live, refresh):
@@ -622,9 +637,9 @@ def test_refuses_a_wrong_refresh(module, monkeypatch, tmp_path, capsys, wrong, s
 def test_refresh_is_judged_by_time_and_launches(module):
     judge = module("bench_metadata_refresh").judge
     p50 = {("refresh", "host"): 26.0, ("loop", "host"): 100.0}
-    assert [c["met"] for c in judge(p50, {"refresh": 2}, claimed=True)] == [False, True]
-    assert [c["met"] for c in judge(p50, {"refresh": 3}, claimed=True)] == [False, False]
-    assert len(judge(p50, {"refresh": None}, claimed=True)) == 1
+    assert [c.met for c in judge(p50, {"refresh": 2})] == [False, True]
+    assert [c.met for c in judge(p50, {"refresh": 3})] == [False, False]
+    assert len(judge(p50, {"refresh": None})) == 1
 
 
 def test_dsv4_metadata_is_timed_warm_and_cold(module, tmp_path, capsys):
@@ -656,16 +671,16 @@ def test_dsv4_metadata_judges_no_cold_call(module):
     bench = module("bench_dsv4_metadata")
 
     def record(variant, time, us):
-        params = {"kind": "mixed", "time": time, "bytes": 43_000_000, "launches": 1}
+        params = {"kind": "mixed", "time": time, "bytes": 43_012_345, "launches": 1}
         return bench.Record.of("dsv4_metadata", variant, "us", [us], **params)
 
     records = [record("kernel", "host", 40.0), record("kernel", "cold", 90.0),
                record("kernel", "device", 30.5), record("torch", "host", 4000.0)]  # fmt: skip
-    found = [(c["claim"], c["value"], c["met"]) for c in bench.judge(records, claimed=True)]
+    found = [(c.claim, c.value, c.limit, c.met) for c in bench.judge(records)]
     assert found == [
-        ("mixed: host, us", 40.0, True),
-        ("mixed: launches", 1, True),
-        ("mixed: device, us", 30.5, False),
+        ("mixed: host, us", 40.0, "at most 40", True),
+        ("mixed: launches", 1, "at most 3", True),
+        ("mixed: device, us", 30.5, "at most 30.01", False),
     ]
 
 
@@ -680,7 +695,7 @@ def test_sparse_attention_is_timed_beside_ceilings(module, tmp_path, capsys):
     assert all(r["params"]["error"] < 2e-2 for r in written["records"][2:])
     (claim,) = written["claims"]
     assert claim["met"] is None
-    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged on a CPU")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged")
 
 
 def test_refuses_wrong_sparse_attention(module, monkeypatch, tmp_path, capsys):
@@ -701,8 +716,8 @@ def test_sparse_attention_judges_the_best_config_of_the_most_rows(module):
 
     records = [record("window", 64, 900.0), record("both", 16, 900.0),
                record("both", 64, 100.0), record("both", 64, 250.0)]  # fmt: skip
-    (claim,) = bench.judge(records, 1000.0, claimed=True)
-    assert (claim["value"], claim["met"]) == (0.25, False)
+    claim = bench.judge(records, 1000.0)
+    assert (claim.value, claim.met) == (0.25, False)
 
 
 @pytest.fixture
@@ -728,7 +743,7 @@ def test_dsv4_steps_are_compared(stepping, tmp_path, capsys):
     said = written["figures"]
     assert said["differ"] == said["differ anywhere"] == 0
     assert 0 < said["rms, all words"] < 1e-4
-    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged on a CPU")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not judged")
 
 
 def ulp(lane, hidden):
@@ -792,12 +807,13 @@ def test_dsv4_steps_judge_rows_that_are_ahead(stepping):
     assert said["largest"] == pytest.approx(0.1)
     assert said["judged"] == pytest.approx(2 / 3)  # 0.2 is less than 4 errors
     assert (said["differ"], said["differ anywhere"]) == (0, 1)
-    met = [c["met"] for c in stepping.judge(found, 1, claimed=True)]
-    assert met == [True, False, True, True, True]
+    claims = stepping.judge(found, 1)
+    assert [c.met for c in claims] == [True, False, True, True, True]
+    assert [c.limit for c in claims] == ["at least 1", "at least 0.95", "none", "none", "none"]
     found.add(eager[:1], again[:1].flip(1).roll(1, 1), eager[:1] + 0.1)
     assert found.figures()["differ"] == 1
     found.unequal, found.pools = 1, ["layers.0.swa"]
-    assert not any(c["met"] for c in stepping.judge(found, 2, claimed=True))
+    assert not any(c.met for c in stepping.judge(found, 2))
 
 
 def test_dsv4_steps_are_of_every_kind(module):
