@@ -196,6 +196,54 @@ def test_wrapper_subclasses(device):
     check(fn, lambda i: (rows(device), TwoTensor(rows(device), rows(device))))
 
 
+def wrapped_late(x, y, offsets):
+    n = torch.nested.nested_tensor_from_jagged(x * 2, offsets)
+    z = plus_one(plus_one(y * 2) * 2)  # takes memory that nobody needs any more
+    return (n * 2).values(), z + 1
+
+
+def wrapped_and_returned(x, y, offsets):
+    n = torch.nested.nested_tensor_from_jagged(x * 2, offsets)
+    return n, plus_one(y * 2) + 1
+
+
+@pytest.mark.parametrize("fn", [wrapped_late, wrapped_and_returned])
+def test_a_wrapper_subclass_keeps_the_memory_that_it_is_given(device, fn):
+    offsets = torch.tensor([0, 2, 5], device=device)
+    compiled, kept = torch.compile(fn, backend="bcg"), []
+    with torch.no_grad(), counted() as counts:
+        for _ in range(4):
+            x, y = rows(device, 5, 6), rows(device)
+            kept.append((compiled(x, y, offsets), fn(x, y, offsets)))
+    assert counts.replays == 3
+    for (got, other), (want, same) in kept:
+        assert_same(
+            got.values() if got.is_nested else got, want.values() if want.is_nested else want
+        )
+        assert_same(other, same)
+
+
+def inner_read(t, x):
+    t.add_(1)
+    return plus_one(t.a * 2) * x
+
+
+def inner_written(t, x):
+    t.a.add_(1)
+    return t * 2, plus_one(x * 2)
+
+
+def inner_of_a_result_written(t, x):
+    u = t * 2
+    u.a.add_(1)
+    return u, plus_one(u.a * x) + 1
+
+
+@pytest.mark.parametrize("fn", [inner_read, inner_written, inner_of_a_result_written])
+def test_a_wrapper_subclass_and_its_inner_tensor_are_one_memory(device, fn):
+    check(fn, lambda i: (TwoTensor(rows(device), rows(device)), rows(device)))
+
+
 def test_metadata_of_an_input_changed_in_place(device):
     def fn(x, y):
         x.t_()

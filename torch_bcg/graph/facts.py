@@ -140,6 +140,7 @@ class _Pass:
             self.whole,
             written,
             self.rows.symbol,
+            self.storages.shared({s for n in self.nodes.values() for s in n.writes}),
         )
 
     def node(self, node: fx.Node) -> NodeFacts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -106,6 +106,8 @@ class Facts:
         whole: (kind, detail, node) that keeps the whole graph from being recorded, or None.
         written: storages written by another node than the one that made them.
         rows: the symbol whose rows were followed, or "".
+        shared: storages that a tensor subclass wraps, while plain tensors lie in them too -> the
+            node that made it. Nobody sees how long it keeps them, and who writes them through it.
     """
 
     nodes: Mapping[str, NodeFacts]
@@ -115,3 +117,4 @@ class Facts:
     whole: tuple[str, str, str] | None
     written: frozenset[int]
     rows: str = ""
+    shared: Mapping[int, str] = field(default_factory=dict)

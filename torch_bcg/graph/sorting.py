@@ -208,6 +208,9 @@ class Sorter:
         if f.kind == "object" and node not in self.inside_levels:
             return "object result", name
         operands = [(p, t) for p in node.all_input_nodes for t in self.facts.nodes[p.name].tensors]
+        for t in (*(t for _, t in operands), *f.tensors):
+            if t.storage in self.facts.shared:
+                return "special tensor", f"{self.facts.shared[t.storage]} wraps its memory"
         for p, t in operands:
             owner = self.origin(t.storage).tensors
             if owner and owner[0].overlapping and t.storage in f.reads | f.writes:

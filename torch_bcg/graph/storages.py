@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import sympy
@@ -18,9 +18,15 @@ from torch_bcg.graph.known import TensorFact
 
 
 class Storages:
-    """Which storage a tensor lies in, who made it, and the tensor's geometry in it."""
+    """Which storage a tensor lies in, who made it, and the tensor's geometry in it.
+
+    A wrapper subclass has a number of its own. ``inside`` has the storages of what it wraps, by
+    that number, and ``wrapped`` those of them that a plain tensor had before.
+    """
 
     def __init__(self) -> None:
+        self.inside: dict[int, set[int]] = {}
+        self.wrapped: set[int] = set()
         self.numbers: dict[int, int] = {}
         self.keep: list[torch.Tensor] = []  # a freed storage's id could be used again
         self.origin: dict[int, str] = {}
@@ -36,7 +42,11 @@ class Storages:
             special = f"{x.layout}".removeprefix("torch.") + " layout"
         if special:
             spec = TensorSpec(dtype_name(x), str(x.device), tuple(map(str, x.shape)), ())
-            return TensorFact(self.storage(node, x), spec, special)
+            number = self.storage(node, x)
+            if is_traceable_wrapper_subclass(x) and number not in self.inside:
+                self.inside[number] = {storage_id(t) for t in inner_tensors(x)}
+                self.wrapped |= self.inside[number] & self.numbers.keys()
+            return TensorFact(number, spec, special)
         storage = self.storage(node, x)
         first, itemsize = self.offsets.setdefault(storage, (x.storage_offset(), x.itemsize))
         delta = x.storage_offset() * x.itemsize - first * itemsize
@@ -61,6 +71,27 @@ class Storages:
         unbacked = free_unbacked_symbols([*x.shape, *x.stride(), delta])
         yield from (s for s in free_symbols([*x.shape, *x.stride(), delta]) if s not in unbacked)
 
+    def shared(self, written: Collection[int]) -> dict[int, str]:
+        """Storages of plain tensors that a wrapper shows as well, where that matters.
+
+        It does where one of the two is written, and where the plain tensor came first: a wrapper
+        keeps its memory for longer than anybody sees.
+
+        Args:
+            written: numbers of storages that are written.
+
+        Returns:
+            Number of the storage -> name of the node that made the first such wrapper.
+        """
+        found: dict[int, str] = {}
+        for wrapper, keys in self.inside.items():
+            numbers = {self.numbers[k] for k in keys if k in self.numbers}
+            touched = wrapper in written or not numbers.isdisjoint(written)
+            for key, number in ((k, self.numbers[k]) for k in keys if k in self.numbers):
+                if touched or key in self.wrapped:
+                    found.setdefault(number, self.origin[wrapper])
+        return found
+
     def storage(self, node: fx.Node, x: torch.Tensor) -> int:
         """The number of a tensor's storage; ``node`` made it if it is new."""
         key = storage_id(x)
@@ -78,3 +109,11 @@ class Storages:
         if isinstance(x, (tuple, list)):
             return f"({''.join(self.expr(i) + ',' for i in x)})"
         return repr(x)
+
+
+def inner_tensors(x: Any) -> list[torch.Tensor]:
+    """The plain tensors in a wrapper subclass, which names other objects of its own as well."""
+    if not is_traceable_wrapper_subclass(x):
+        return [x] if isinstance(x, torch.Tensor) else []
+    names, _ = x.__tensor_flatten__()
+    return [t for name in names for t in inner_tensors(getattr(x, name))]
