@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_bcg.dsv4 import DSV4Config
+from torch_bcg.dsv4 import DSV4Config, Layout
 from torch_bcg.dsv4.experts import Experts
 from torch_bcg.dsv4.hyper import expanded
 
@@ -50,6 +50,24 @@ def test_experts(device, form, rows):
     assert error(got, want) < LIMITS[dtype]
 
 
+def test_an_expert_that_overflows_where_nobody_chose_it(device):
+    """Nothing of it is in any row, as it is not with experts that are run for their rows alone."""
+    config = DSV4Config.tiny(num_experts=6)
+    model = Experts(config).to(device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3)
+        x = torch.randn(5, config.hidden_size, device=device)
+        experts = torch.tensor([[0, 1], [1, 1], [2, 0], [0, 2], [2, 1]], device=device)
+        weights = torch.rand(experts.shape, device=device)
+        want = model.dense(x, experts, weights)
+        model.down[3], model.down[4], model.gate_up[5] = torch.inf, torch.nan, torch.nan
+        assert torch.equal(model.dense(x, experts, weights), want)
+        model.down[2] = torch.inf
+        finite = model.dense(x, experts, weights).isfinite().all(1)
+    assert finite.tolist() == [True, True, False, False, False]
+
+
 @pytest.mark.parametrize("dtype", list(LIMITS))
 def test_the_next_streams(device, dtype):
     """Stream j of the next ones takes share [i, j] of stream i."""
@@ -66,3 +84,17 @@ def test_the_next_streams(device, dtype):
 def test_more_experts_than_16_bits_can_number():
     with pytest.raises(ValueError, match="num_experts is 32768; expected less than 32768"):
         DSV4Config.tiny(num_experts=1 << 15)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"window": 0}, {"window": -1}, {"c4_ratio": 0}, {"c4_ratio": 32_769}, {"c128_ratio": 65_537}],
+)
+def test_windows_that_there_cannot_be(wrong):
+    """A plan counts tokens before a step in 16 bits: more would wrap around."""
+    with pytest.raises(
+        ValueError, match=r"DSV4Config: window is .* expected 1 or more, and ratios"
+    ):
+        DSV4Config.tiny(**wrong)
+    with pytest.raises(ValueError, match=r"Layout: window is .* up to 32768 and 65536"):
+        Layout(256, 2, 2, **wrong)

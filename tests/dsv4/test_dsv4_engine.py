@@ -1,13 +1,17 @@
 """Engines: several over one model, and what stays between their steps."""
 
+import dataclasses
+import gc
+
 import pytest
 import torch
 
 import torch_bcg
 from dsv4 import hf_models
-from torch_bcg.dsv4 import DSV4Config, Engine, random_model
+from torch_bcg.compiled import live_graphs
+from torch_bcg.dsv4 import DSV4Config, Engine, random_model, run_requests
 from torch_bcg.dsv4.requests import Request, Scheduler, inputs
-from torch_bcg.errors import OptionError
+from torch_bcg.errors import BCGError, BindingError, OptionError
 from twin import counted
 
 OPTIONS = {"buckets": [4, 12], "on_eager_call": "error"}
@@ -66,12 +70,15 @@ def test_what_is_kept_is_what_the_program_reads(device, model):
         same((eager, replayed), 12)
     with counted() as counts:
         same((eager, replayed), 12)
-    (program,) = torch_bcg.programs(replayed.engine.compiled)
-    metadata = replayed.engine.kept[12]
-    slots = {program._program.slot(f.argument).data_ptr() for f in copied_fields(program)}
-    held = {t.data_ptr() for t in tensors(metadata)}
-    assert slots <= held
+    assert_reads_what_is_kept(replayed.engine, 12)
     assert counts.replays == 1
+
+
+def assert_reads_what_is_kept(engine, rows):
+    """The program that ran last does, of this number of rows."""
+    program = torch_bcg.programs(engine.compiled)[0]
+    slots = {program._program.slot(f.argument).data_ptr() for f in copied_fields(program)}
+    assert slots <= {t.data_ptr() for t in tensors(engine.kept[rows])}
 
 
 def copied_fields(program):
@@ -104,6 +111,71 @@ def test_after_a_reset(device, model):
     torch_bcg.reset()
     for most in (12, 4, 9, 3):
         same(sides, most)
+
+
+def test_one_mode_of_autograd_after_another(device, model):
+    """What was made in inference mode may not be written outside of it; each has its program."""
+    with torch.inference_mode():
+        sides = pair(model.to(device), (60, 60))
+    for mode in (torch.inference_mode, torch.no_grad) * 2:
+        with mode():
+            same(sides, 12)
+            with counted() as counts:
+                same(sides, 12)
+        assert counts.replays == 1
+        assert_reads_what_is_kept(sides[1].engine, 12)
+
+
+def test_within_autocast(device, model):
+    """A step computes in the dtype of the model, whatever is around it."""
+    sides = pair(model.to(device), (40, 31))
+    want = [sides[0].step(most) for most in (12, 4, 12)]
+    for most, logits in zip((12, 4, 12), want, strict=True):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            torch.testing.assert_close(sides[1].step(most), logits, rtol=0, atol=1e-4)
+    prompts = hf_models.prompts((9, 20))
+    want = run_requests(model, prompts, chunk_size=7)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = run_requests(model, prompts, chunk_size=7)
+    for mine, logits in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, logits, rtol=0, atol=1e-4)
+
+
+SMALL = {"branches": ("c4",), "hc_mult": 1, "hc_sinkhorn_iters": 1}
+
+
+def test_an_engine_that_is_dropped(device):
+    """Nothing of it stays, and a model with other numbers can be run at once."""
+    model = random_model(DSV4Config.tiny(1, **SMALL), device, torch.float32)
+    other = random_model(DSV4Config.tiny(1, **SMALL, index_topk=3), device, torch.float32)
+    side = Side(model, (20, 9), "bcg", OPTIONS)
+    side.step(12)
+    assert torch_bcg.programs(side.engine.compiled)
+    assert torch_bcg.explain(side.engine.compiled).plans
+    with pytest.raises(BindingError, match="index_topk"):
+        Side(other, (20, 9), "bcg", OPTIONS).step(12)
+    del side
+    gc.collect()  # what the error held
+    assert live_graphs() == []
+    prompts = hf_models.prompts((9,))
+    (got,) = run_requests(other, prompts, chunk_size=9, backend="bcg")
+    assert live_graphs() == []
+    (want,) = run_requests(other, prompts, chunk_size=9)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("field", ["window", "index_topk", "c4_ratio", "c128_ratio"])
+def test_a_layout_of_another_model(model, field):
+    layout = model.config.layout(256, 2)
+    other = dataclasses.replace(layout, **{field: getattr(layout, field) // 2})
+    with pytest.raises(BCGError, match=f"not one of the model: {field}") as e:
+        Engine(model, other)
+    assert e.value.expected.startswith(str(getattr(layout, field)))
+
+
+def test_larger_buckets_than_a_step(model):
+    with pytest.raises(ValueError, match="buckets has 65537; expected sizes up to 65536"):
+        Engine(model, model.config.layout(256, 2), "bcg", {"buckets": [4, 65_537]})
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
@@ -153,6 +225,26 @@ def test_misuse_of_a_scheduler(model, lengths, context, pages, most, said):
     pools = Engine(model, layout).pools
     with pytest.raises(ValueError, match=said):
         Scheduler([Request([1] * n, n) for n in lengths], layout).step(pools, most)
+
+
+def test_requests_of_another_scheduler(model):
+    """Pages and slots are given by one; one request has one place in it."""
+    layout = model.config.layout(256, 2)
+    pools = Engine(model, layout).pools
+    requests = [Request([1] * 9, 9), Request([2] * 9, 9)]
+    first, other = Scheduler(requests, layout), Scheduler(requests, layout)
+    first.step(pools, 4)
+    with pytest.raises(ValueError, match="Make a new Request of its ids"):
+        other.step(pools, 4)
+    with pytest.raises(ValueError, match="has slot 2 and 1 pages"):
+        Scheduler(requests, layout)
+    while first.step(pools, 4):
+        pass
+    with pytest.raises(ValueError, match="has slot 2 and 1 pages"):
+        Scheduler(requests, layout)
+    twice = Scheduler([Request([1] * 9, 9)] * 2, layout)
+    with pytest.raises(ValueError, match="Make a new Request of its ids"):
+        twice.step(pools, 4)
 
 
 def test_a_layout_for_nobody(model):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4 import hf_models
-from torch_bcg.dsv4 import convert_from_transformers, run_requests
+from torch_bcg.dsv4 import Engine, convert_from_transformers, requests, run_requests
 from torch_bcg.errors import BCGError
 from twin import counted
 
@@ -70,6 +70,23 @@ def test_every_boundary_replayed(device, name, chunk_size):
 def test_sizes_of_their_own(device):
     """Without buckets each number of rows has its program."""
     check("short windows", hf_models.FEW, 3, device, backend="bcg")
+
+
+def test_prompts_that_come_one_by_one():
+    model = convert_from_transformers(hf_models.model("short windows"))
+    prompts = hf_models.prompts((5, 9))
+    got = run_requests(model, (p for p in prompts), chunk_size=4)
+    assert [len(logits) for logits in got] == [5, 9]
+
+
+def test_a_step_has_no_more_rows_than_a_plan_can_number(monkeypatch):
+    """Here 8 of them, for 65,536: any chunk size is one that can be run."""
+    sizes = []
+    step = Engine.step
+    monkeypatch.setattr(requests, "MOST_ROWS", 8)
+    monkeypatch.setattr(Engine, "step", lambda *a: (sizes.append(len(a[1])), step(*a))[1])
+    check("short windows", (5, 21), 10_000, "cpu")
+    assert max(sizes) == 8 < sum(sizes)
 
 
 def test_no_prompt():

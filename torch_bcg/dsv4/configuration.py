@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch_bcg.dsv4.layout import Layout, page_unit
+from torch_bcg.dsv4.layout import Layout, check_windows, page_unit
 
 Branch = Literal["swa", "c4", "c128"]
 """What a layer attends to beside its window: nothing, picked entries, or all entries."""
@@ -31,7 +31,8 @@ class DSV4Config:
         mlp_bias: whether the shared expert has biases.
 
     Raises:
-        ValueError: ``branches`` and ``hash_layers`` differ in length.
+        ValueError: ``branches`` and ``hash_layers`` differ in length, or there cannot be so many
+            experts, or tokens of a window or of an entry.
     """
 
     vocab_size: int
@@ -74,6 +75,7 @@ class DSV4Config:
             raise ValueError(
                 f"DSV4Config: num_experts is {self.num_experts}; expected less than 32768."
             )
+        check_windows("DSV4Config", self.window, self.c4_ratio, self.c128_ratio)
 
     @property
     def num_layers(self) -> int:

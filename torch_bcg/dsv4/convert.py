@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from torch_bcg.dsv4.configuration import Branch, DSV4Config, Score
-from torch_bcg.dsv4.model import DeepseekV4
+from torch_bcg.dsv4.convertible import (
+    Reading,
+    check_all_read,
+    check_dtypes,
+    check_forwards,
+    check_numbers,
+    unfit,
+)
+from torch_bcg.dsv4.model import ROTARIES, DeepseekV4
 from torch_bcg.dsv4.rotary import Rotary
 from torch_bcg.errors import BCGError
 
@@ -32,8 +40,11 @@ def convert_from_transformers(hf_model: Any) -> DeepseekV4:
     scaled ones (YaRN) come along.
 
     Raises:
-        BCGError: no such model, or its configuration asks for an activation, a scoring or rotary
-            frequencies that are not there.
+        BCGError: no such model; or its configuration asks for an activation, a scoring or rotary
+            frequencies that are not there; or it has weights, hooks or forwards beside those of
+            transformers (biases, adapters), numbers that are no longer those of its configuration,
+            or weights of several dtypes.
+        ValueError: a size is none that there can be, see `DSV4Config`.
     """
     kind = getattr(getattr(hf_model, "config", None), "model_type", type(hf_model).__name__)
     if kind != "deepseek_v4" or not hasattr(hf_model, "lm_head"):
@@ -44,24 +55,34 @@ def convert_from_transformers(hf_model: Any) -> DeepseekV4:
             found=f"{type(hf_model).__name__}, of kind {kind}",
             fix="Give the whole model, with its head.",
         )
-    config = _config_of(hf_model.config)
+    check_forwards(hf_model)
     inner = hf_model.model
+    config = _config_of(hf_model.config, inner.layers)
+    rotaries = _rotary(inner, "main"), _rotary(inner, "compress")
+    check_dtypes(hf_model)
+    check_numbers(hf_model, config)
+    read: set[int] = set()
+    weights = dict(_weights(Reading(hf_model, read), config))
+    check_all_read(hf_model, read)
     with torch.device("meta"):
-        model = DeepseekV4(config, _rotary(inner, "main"), _rotary(inner, "compress"))
-    model.load_state_dict(dict(_weights(hf_model, config)), assign=True)
+        model = DeepseekV4(config, *rotaries)
+    _check_shapes(model.state_dict(), weights)
+    model.load_state_dict({**weights, ROTARIES: model.get_extra_state()}, assign=True)
     return model.requires_grad_(False).eval()
 
 
-def _config_of(hf: Any) -> DSV4Config:
-    """Sizes of a ``transformers.DeepseekV4Config``."""
+def _config_of(hf: Any, layers: Any) -> DSV4Config:
+    """Sizes of a ``transformers.DeepseekV4Config``, kinds of the layers that were made by it."""
+    shared = [layer.mlp.shared_experts for layer in layers]
+    biases = [x.bias for s in shared for x in (s.gate_proj, s.up_proj, s.down_proj)]
     _check_is("hidden_act", hf.hidden_act, ("silu",))
     _check_is("scoring_func", hf.scoring_func, get_args(Score))
     return DSV4Config(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.moe_intermediate_size,
-        branches=tuple(_BRANCHES[kind] for kind in hf.layer_types),
-        hash_layers=tuple(kind == "hash_moe" for kind in hf.mlp_layer_types),
+        branches=tuple(_BRANCHES[layer.self_attn.layer_type] for layer in layers),
+        hash_layers=tuple(layer.mlp.is_hash for layer in layers),
         num_attention_heads=hf.num_attention_heads,
         head_dim=hf.head_dim,
         rope_dim=hf.qk_rope_head_dim,
@@ -85,19 +106,25 @@ def _config_of(hf: Any) -> DSV4Config:
         rms_norm_eps=hf.rms_norm_eps,
         rope_theta=hf.rope_theta,
         compress_rope_theta=hf.compress_rope_theta,
-        mlp_bias=hf.mlp_bias,
+        mlp_bias=bool(biases) and all(bias is not None for bias in biases),
     )
 
 
 def _check_is(name: str, found: str, known: Sequence[str]) -> None:
     if found not in known:
-        raise BCGError(
-            f"This DeepSeek-V4 cannot be converted: {name}.",
-            where="convert_from_transformers",
-            expected=" or ".join(known),
-            found=found,
-            fix="Convert a model with one of these; the published ones have them.",
-        )
+        fix = "Convert a model with one of these; the published ones have them."
+        raise unfit(name, " or ".join(known), found, fix)
+
+
+def _check_shapes(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, x in found.items():
+        if x.shape != expected[name].shape:
+            raise unfit(
+                f"the shape of what becomes {name}",
+                f"{list(expected[name].shape)}, by the configuration",
+                str(list(x.shape)),
+                "Change sizes in the configuration before the model is made, and not afterwards.",
+            )
 
 
 def _rotary(inner: Any, label: str) -> Rotary:
@@ -133,7 +160,7 @@ def _of_layer(
     mlp = layer.mlp
     yield "router.weight", mlp.gate.weight.data
     if by_token:
-        yield "router.tokens", mlp.gate.tid2eid.long()
+        yield "router.tokens", mlp.gate.tid2eid[: config.vocab_size].long()
     else:
         yield "router.bias", mlp.gate.e_score_correction_bias.float()
     yield "experts.gate_up", mlp.experts.gate_up_proj.data

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import itertools
 import types
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import reset_code
 
 import torch_bcg
 from torch_bcg.dsv4.fields import ExtendBatch
 from torch_bcg.dsv4.layout import Layout
-from torch_bcg.dsv4.metadata import DSV4Metadata
+from torch_bcg.dsv4.metadata import MOST_ROWS, DSV4Metadata
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
 from torch_bcg.errors import BCGError
@@ -54,14 +56,22 @@ def _body_of(model: DeepseekV4, pools: Pools) -> Body:
     code = plain.__code__.replace(co_name=f"forward_{next(_numbers)}")
     forward = types.FunctionType(code, plain.__globals__)
     own: type[Body] = type(Body.__name__, (Body,), {"forward": forward})
-    return own(model, pools)
+    body = own(model, pools)
+    # Dynamo keeps graphs with the code, and names them in the globals: they would never go.
+    weakref.finalize(body, reset_code, code).atexit = False
+    return body
 
 
 class Engine:
     """A model with memory for the requests of one layout.
 
-    One step runs at a time, of all engines: its metadata is bound. Engines that are open together
-    have one page size and one ``index_topk``: these are declared equal in all calls.
+    One step runs at a time, of all engines: its metadata is bound. Compiled engines that are open
+    together have one ``page_size``, ``index_topk``, ``c4_ratio`` and ``c128_ratio``: these are
+    declared equal in all calls, and a step that has others is a `BindingError`. An engine is open
+    from its first step until it is closed, or gone.
+
+    A step may come in any mode of autograd, each has programs of its own, and with autocast, which
+    is off within.
 
     Args:
         model: stays as it is; its device and dtype are those of everything here.
@@ -76,7 +86,12 @@ class Engine:
         layout, model, backend: as given.
         sizes: that steps are brought up to, ascending; empty: none is.
         compiled: what a step calls, compiled or not; `torch_bcg.explain` and `programs` take it.
-        kept: by number of rows, metadata whose tensors the program of that size reads.
+        kept: by number of rows, metadata whose tensors the program of that size reads, in the mode
+            of autograd of the last step.
+
+    Raises:
+        BCGError: no model, or a layout that is not one of the model, see `DSV4Config.layout`.
+        ValueError: another backend, or ``buckets`` larger than a step may be.
     """
 
     def __init__(
@@ -103,11 +118,17 @@ class Engine:
             own = {n: x for n, x in options.items() if n not in OF_TORCH_COMPILE}
             given = torch_bcg.Options.make(own)
             self.sizes = LADDER if given.buckets == "ladder" else given.buckets or ()
+            if max(self.sizes, default=0) > MOST_ROWS:
+                raise ValueError(
+                    f"Engine: buckets has {max(self.sizes)}; expected sizes up to {MOST_ROWS}, the "
+                    "most rows of a step."
+                )
             programs = max(given.max_programs, len(self.sizes))
             mine = {**options, "buckets": None, "max_programs": programs}
             self.compiled = torch.compile(body, backend=backend, options=mine)
         self.backend = backend
         self.kept: dict[int, DSV4Metadata] = {}
+        self._mode = _mode()
 
     def step(self, input_ids: Tensor, batch: ExtendBatch) -> Tensor:
         """Runs the tokens of one step.
@@ -124,13 +145,17 @@ class Engine:
         """
         tokens = len(input_ids)
         rows = self.rows(tokens)
+        if (mode := _mode()) != self._mode:  # another graph, and other tensors may be written
+            self.kept.clear()
+            self._mode = mode
         md = DSV4Metadata.create(batch, self.layout, rows, out=self.kept.get(rows))
         padded = F.pad(input_ids, (0, rows - tokens))
         known = rows in self.kept or self.backend != "bcg"
         before = 0 if known else _recorded()
         if not known:
             _vary_rows(padded, md)
-        with torch_bcg.bind_metadata(md):
+        device = input_ids.device.type
+        with torch_bcg.bind_metadata(md), torch.autocast(device, enabled=False):
             hidden: Tensor = self.compiled(padded)
         if not known and _recorded() > before:
             self._keep(rows, md)
@@ -171,6 +196,11 @@ def check_model(model: object) -> None:
             found=type(model).__name__,
             fix="Give torch_bcg.dsv4.convert_from_transformers(model), of a DeepseekV4ForCausalLM.",
         )
+
+
+def _mode() -> tuple[bool, bool]:
+    """What Dynamo has a graph for each of."""
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
 
 def _recorded() -> int:

@@ -57,12 +57,15 @@ class Experts(nn.Module):
         return mixed.to(x.dtype)
 
     def dense(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Every expert for every row, with weight 0 where not chosen: any device and dtype."""
+        """Every expert for every row, left out where not chosen: any device and dtype."""
         numbers = torch.arange(len(self.gate_up), device=x.device)
-        mine = (experts.unsqueeze(-1) == numbers) * weights.unsqueeze(-1)  # [P, k, experts]
+        chosen = experts.unsqueeze(-1) == numbers  # [P, k, experts]
+        mine = (chosen * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         inner = _swiglu(torch.matmul(x, self.gate_up.transpose(1, 2)), self.limit)
         outer = torch.matmul(inner, self.down.transpose(1, 2))  # [experts, P, D]
-        return torch.einsum("epd,pe->pd", outer, mine.sum(1).to(x.dtype))
+        # Weight 0 is not enough: an expert may overflow on rows of others.
+        outer = outer.where(chosen.any(1).T.unsqueeze(-1), 0)
+        return torch.einsum("epd,pe->pd", outer, mine)
 
 
 def _is_grouped(x: Tensor) -> bool:
@@ -100,7 +103,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """[P, D] and int64 [P] -> experts int64 [P, k], weights [P, k]."""
-        scores = _scored(F.linear(x, self.weight), self.config.scoring)
+        scores = scored(F.linear(x, self.weight), self.config.scoring)
         if self.by_token:
             experts = self.tokens[input_ids]
         else:
@@ -111,6 +114,6 @@ class Router(nn.Module):
         return experts, weights * self.config.routed_scaling_factor
 
 
-def _scored(logits: Tensor, scoring: Score) -> Tensor:
+def scored(logits: Tensor, scoring: Score) -> Tensor:
     """Scores of experts from their logits."""
     return logits.sigmoid() if scoring == "sigmoid" else F.softplus(logits).sqrt()

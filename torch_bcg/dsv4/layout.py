@@ -8,6 +8,9 @@ from dataclasses import dataclass
 ALIGNED = 64
 """Index tables are as wide as a multiple of this many columns, as sparse attention kernels ask."""
 
+MOST_BEFORE = 1 << 16
+"""Tokens of a compressed entry: a plan counts in 16 bits those that came before the step."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -31,7 +34,8 @@ class Layout:
             running softmax on the host. Metadata alone goes by it: no pool or kernel does.
 
     Raises:
-        ValueError: the page size or the context is no such multiple.
+        ValueError: the page size or the context is no such multiple, or a window or ratio is one
+            that there cannot be, see `check_windows`.
     """
 
     context: int
@@ -45,6 +49,7 @@ class Layout:
     online_compress: bool = False
 
     def __post_init__(self) -> None:
+        check_windows("Layout", self.window, self.c4_ratio, self.c128_ratio)
         unit = page_unit(self.c4_ratio, self.c128_ratio)
         if self.page_size % unit or self.context % self.page_size:
             raise ValueError(
@@ -96,6 +101,20 @@ class Layout:
     def c128_state_rows(self) -> int:
         """Rows of the heavy branch's state: one window for each request slot."""
         return self.requests * self.c128_ratio
+
+
+def check_windows(where: str, window: int, c4_ratio: int, c128_ratio: int) -> None:
+    """Refuses a window of no position, and ratios that no plan can count.
+
+    Raises:
+        ValueError: one is less than 1, or an entry is made of more than `MOST_BEFORE` tokens.
+    """
+    within = window >= 1 and c4_ratio >= 1 and c128_ratio >= 1
+    if not within or max(2 * c4_ratio, c128_ratio) > MOST_BEFORE:
+        raise ValueError(
+            f"{where}: window is {window}, c4_ratio {c4_ratio} and c128_ratio {c128_ratio}; "
+            f"expected 1 or more, and ratios up to {MOST_BEFORE // 2} and {MOST_BEFORE}."
+        )
 
 
 def page_unit(c4_ratio: int, c128_ratio: int) -> int:

@@ -28,6 +28,9 @@ from torch_bcg.dsv4.metadata import DSV4Metadata
 from torch_bcg.dsv4.pools import LayerPools, Pools
 from torch_bcg.dsv4.rotary import Rotary, Turns, rotate_
 
+ROTARIES = "_extra_state"
+"""Key of a state dict, torch's own, for the frequencies of a model."""
+
 
 class Norm(nn.Module):
     """RMS norm with a float32 weight, computed in float32."""
@@ -221,4 +224,16 @@ class DeepseekV4(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, D] -> float32 [n, vocabulary]; the rows wanted, and no others."""
-        return cast("Tensor", self.head(hidden)).float()
+        with torch.autocast(hidden.device.type, enabled=False):
+            return cast("Tensor", self.head(hidden)).float()
+
+    def get_extra_state(self) -> Tensor:
+        """Of `Rotary` main and compress: float64 [2, rope_dim / 2 + 1], the scaling behind all."""
+        rotaries = (self.main, self.compress)
+        return torch.stack([F.pad(r.inv_freq.double(), (0, 1), value=r.scaling) for r in rotaries])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Frequencies belong to the weights: they come with those of `load_state_dict`."""
+        for rotary, row in zip((self.main, self.compress), state, strict=True):
+            rotary.inv_freq.copy_(row[:-1])
+            rotary.scaling = float(row[-1])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torch_bcg.dsv4.configuration import Branch, DSV4Config
 from torch_bcg.dsv4.layout import Layout
+from torch_bcg.errors import BCGError
 
 
 class LayerPools(nn.Module):
@@ -66,6 +67,9 @@ class Pools(nn.Module):
         layout: as given.
         req_to_token: int32 [request slots, context], the slot of each position of each request.
         full_to_swa: int64 [slots + 1], slots of the window's space; 0 is unmapped, -1 stays -1.
+
+    Raises:
+        BCGError: the layout has another window, ratio or ``index_topk`` than the model.
     """
 
     req_to_token: Tensor
@@ -75,12 +79,28 @@ class Pools(nn.Module):
         self, config: DSV4Config, layout: Layout, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
+        _check_layout(config, layout)
         self.layout = layout
-        self.layers = nn.ModuleList(
-            LayerPools(config, layout, branch, device, dtype) for branch in config.branches
-        )
-        table = torch.zeros(layout.requests, layout.context, dtype=torch.int32, device=device)
-        full_to_swa = torch.zeros(layout.slots + 1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # what is made in it, nobody else may write
+            self.layers = nn.ModuleList(
+                LayerPools(config, layout, branch, device, dtype) for branch in config.branches
+            )
+            table = torch.zeros(layout.requests, layout.context, dtype=torch.int32, device=device)
+            full_to_swa = torch.zeros(layout.slots + 1, dtype=torch.int64, device=device)
         full_to_swa[-1] = -1
         self.register_buffer("req_to_token", table, persistent=False)
         self.register_buffer("full_to_swa", full_to_swa, persistent=False)
+
+
+def _check_layout(config: DSV4Config, layout: Layout) -> None:
+    """Where the two differ, indices would be those of another model, or lie outside of a pool."""
+    for name in ("window", "c4_ratio", "c128_ratio", "index_topk"):
+        expected, found = getattr(config, name), getattr(layout, name)
+        if found != expected:
+            raise BCGError(
+                f"This layout is not one of the model: {name}.",
+                where=f"Layout.{name}",
+                expected=f"{expected}, as in model.config",
+                found=str(found),
+                fix="Make it with model.config.layout(context, requests).",
+            )

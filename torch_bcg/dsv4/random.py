@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_bcg.dsv4.configuration import DSV4Config
-from torch_bcg.dsv4.model import DeepseekV4
+from torch_bcg.dsv4.model import ROTARIES, DeepseekV4
 from torch_bcg.dsv4.rotary import Rotary
 
 
@@ -33,7 +33,7 @@ def random_model(
     with torch.device("meta"):
         model = DeepseekV4(config, *rotaries)
     draw = _Draw(config, dtype, torch.Generator(device).manual_seed(seed))
-    weights = {name: draw(name, x) for name, x in model.state_dict().items()}
+    weights = {n: x if n == ROTARIES else draw(n, x) for n, x in model.state_dict().items()}
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_bcg.dsv4.engine import Engine, check_model
 from torch_bcg.dsv4.fields import ExtendBatch
 from torch_bcg.dsv4.layout import Layout
+from torch_bcg.dsv4.metadata import MOST_ROWS
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
 
@@ -25,7 +26,7 @@ AT_A_TIME = 4
 @torch.no_grad()
 def run_requests(
     model: DeepseekV4,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     *,
     chunk_size: int,
     backend: str | None = None,
@@ -38,7 +39,7 @@ def run_requests(
     Args:
         model: see `convert_from_transformers`.
         prompts: lists of token ids; none is empty.
-        chunk_size: most tokens of a step, from 1 up.
+        chunk_size: most tokens of a step, from 1 up; more than 65,536 count as 65,536.
         backend: ``"bcg"`` compiles, for this call; keep an `Engine` for many. None runs eagerly.
         options: of the backend, see `Engine`.
 
@@ -51,6 +52,7 @@ def run_requests(
         BCGError: see `Engine`.
     """
     check_model(model)
+    prompts = list(prompts)
     for i, prompt in enumerate(prompts):
         _check_prompt(i, prompt, model.config.vocab_size)
     if not isinstance(chunk_size, Integral) or int(chunk_size) < 1:
@@ -62,7 +64,7 @@ def run_requests(
     rows: dict[int, list[Tensor]] = {id(r): [] for r in requests}
     scheduler = Scheduler(requests, layout)
     with contextlib.closing(Engine(model, layout, backend, options)) as engine:
-        while works := scheduler.step(engine.pools, chunk_size):
+        while works := scheduler.step(engine.pools, min(int(chunk_size), MOST_ROWS)):
             logits = model.logits(engine.step(*inputs(works, engine.pools)))
             for work, mine in zip(works, logits.split([w.tokens for w in works]), strict=True):
                 rows[id(work.request)].append(mine)
@@ -87,7 +89,7 @@ class Request:
         ids: token ids.
         prompt: how many of them may share a step; each of the others has one of its own.
         done: how many have been run.
-        slot: its row in the tables.
+        slot: its row in the tables, 0 before it has one.
         pages: full pages, in order of its positions.
     """
 
@@ -135,12 +137,13 @@ class Scheduler:
 
     Raises:
         ValueError: a request is empty or has more tokens than ``layout.context``, or there is no
-            slot.
+            slot, or another scheduler had it.
     """
 
     def __init__(self, requests: Iterable[Request], layout: Layout) -> None:
         self.layout, self.waiting = layout, deque(requests)
         for r in self.waiting:
+            _check_new(r)
             if not 0 < len(r.ids) <= layout.context or layout.requests < 2:
                 raise ValueError(
                     f"Scheduler: a request of {len(r.ids)} tokens, a layout of {layout.context}"
@@ -186,6 +189,7 @@ class Scheduler:
         """Lets waiting requests in, while there is a slot."""
         while self.waiting and self.slots and most:
             r = self.waiting.popleft()
+            _check_new(r)
             r.slot = self.slots.pop()
             self.running.append(r)
             most -= 1
@@ -214,6 +218,15 @@ class Scheduler:
             offsets = torch.arange(size, dtype=torch.int32, device=pools.req_to_token.device)
             pools.req_to_token[r.slot, first : first + size] = page * size + offsets
             pools.full_to_swa[page * size : (page + 1) * size] = swa * size + offsets
+
+
+def _check_new(r: Request) -> None:
+    """Pages and slots are those of the scheduler that gave them."""
+    if r.slot or r.pages:
+        raise ValueError(
+            f"Scheduler: a request has slot {r.slot} and {len(r.pages)} pages; expected one that "
+            "no scheduler has had, this one neither. Make a new Request of its ids."
+        )
 
 
 def inputs(works: Sequence[Work], pools: Pools) -> tuple[Tensor, ExtendBatch]:
