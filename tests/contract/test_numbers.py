@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import torch_bcg
-from twin import assert_same, check, counted, double_into, plus_one
+from twin import add_one_to, assert_same, check, counted, double_into, plus_one
 
 INTS = (7, 3, 11, 5, 9, 4)
 FLOATS = (0.5, 0.25, -1.5, 2.75, 0.1, 3.0)
@@ -179,6 +179,80 @@ def test_item_of_a_cpu_argument(device):
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         check(fn, lambda i: (rows(device), torch.tensor(i + 0.5)))
+
+
+READS = {
+    "item": lambda z, x: z * x.item() + 1,
+    "item_in_an_eager_segment": lambda z, x: z / x.item(),
+    "returned": lambda z, x: (x.item(), z + 1),
+    "operand": lambda z, x: z * x + 1,  # a number to a CUDA kernel
+}
+
+
+def checked_now_and_then(fn, apart, over):
+    """`fn` with what lies apart and what overlaps in turn: the first are replayed."""
+    check_ = {"options": {"on_eager_call": "count"}, "eager_calls": None, "replays": range(2, 5)}
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        check(fn, lambda i: over() if i % 2 else apart(), calls=8, **check_)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_number_in_an_argument_that_an_eager_operation_writes(device, read):
+    def fn(y, x, z):
+        add_one_to(y)
+        return read(z, x), plus_one(z)
+
+    def apart():
+        return torch.randn(3), torch.randn(()), rows(device)
+
+    def over():
+        y = torch.randn(3)
+        return y, y[0], rows(device)
+
+    checked_now_and_then(fn, apart, over)
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_number_in_a_written_buffer(device, read):
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(4))
+
+        def forward(self, x, z):
+            self.steps.add_(1)
+            return read(z, x), plus_one(z)
+
+    module, twin = Steps(), Steps()
+    options = {"on_eager_call": "count"}
+    compiled = torch.compile(module, backend="bcg", options=options)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        for i in range(8):
+            z, other = rows(device), torch.randn(())
+            got = compiled(module.steps[0] if i % 2 else other, z)
+            assert_same(got, twin(twin.steps[0] if i % 2 else other, z))
+    assert torch_bcg.stats().replays >= 2
+
+
+def test_a_number_in_a_buffer_that_an_argument_overlaps(device):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, y, z):
+            add_one_to(y)
+            return z * self.scale.item(), plus_one(z)
+
+    module, twin = Scale(), Scale()
+    options = {"on_eager_call": "count"}
+    compiled = torch.compile(module, backend="bcg", options=options)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        for i in range(8):
+            z, other = rows(device), torch.randn(1)
+            got = compiled(module.scale.view(1) if i % 2 else other, z)
+            assert_same(got, twin(twin.scale.view(1) if i % 2 else other.clone(), z))
+    assert torch_bcg.stats().replays >= 2
 
 
 def test_item_of_a_device_value(device):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import torch_bcg
 from torch_bcg.errors import BCGWarning, MovedError
-from twin import assert_same, check, counted, double_into, plus_one
+from twin import add_one_to, assert_same, check, counted, double_into, plus_one
 
 
 def rows(device, *shape, **kwargs):
@@ -200,6 +200,53 @@ def test_mark_static_address_copies_nothing(device):
                 assert_same(cache[:4, :6].clone(), before + x)
     assert (counts.replays, counts.captures) == (6, 0)
     assert counts.copied_bytes < 6 * caches[0].nbytes / 10
+
+
+class Held(nn.Module):
+    """Writes its buffer, which an argument may be a view of."""
+
+    def __init__(self, device, write):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(6, 6, device=device))
+        self.write = write
+
+    def forward(self, x):
+        self.write(self.table)
+        return plus_one(x * 2) * 2, x + 0, self.table[0] * 3
+
+
+HELD = {"recorded": lambda table: table.add_(1), "eager": lambda table: add_one_to(table)}
+
+
+def run_with_views_of_its_table(compiled, module, twin, device):
+    with torch.no_grad(), counted() as counts:
+        for i in range(10):
+            other = rows(device)
+            got = compiled(module.table[2:] if i % 2 else other)
+            assert_same(got, twin(twin.table[2:] if i % 2 else other))
+            assert_same(module.table, twin.table)
+    assert counts.replays >= 4
+    assert counts.eager_calls["overlapping arguments"] >= 4
+
+
+@pytest.mark.parametrize("write", HELD.values(), ids=HELD)
+def test_an_input_that_is_a_view_of_a_tensor_that_the_graph_holds(device, write):
+    module, twin = Held(device, write), Held(device, write)
+    with torch._dynamo.config.patch(install_free_tensors=True):
+        options = {"on_eager_call": "count"}
+        compiled = torch.compile(lambda x: module(x), backend="bcg", options=options)
+        run_with_views_of_its_table(compiled, module, twin, device)
+
+
+def test_an_input_of_an_fx_graph_that_is_a_view_of_its_buffer(device):
+    class Tracer(torch.fx.Tracer):
+        proxy_buffer_attributes = True
+
+    module, twin = (Held(device, HELD["recorded"]) for _ in range(2))
+    traced = torch.fx.GraphModule(module, Tracer().trace(module))
+    with torch.no_grad():
+        compiled = torch_bcg.bcg(traced, [rows(device)], options={"on_eager_call": "count"})
+    run_with_views_of_its_table(compiled, traced, twin, device)
 
 
 def test_tensors_that_are_no_arguments_and_move(device):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.traceback import annotate
 
 import torch_bcg
 from torch_bcg.errors import OutputError
-from twin import add_one_to, check, counted, double_into, plus_one
+from twin import add_one_to, assert_same, check, counted, double_into, plus_one
 
 
 def rows(device, *shape, **kwargs):
@@ -166,6 +166,130 @@ def test_an_eager_operation_that_returns_its_argument(device, maybe, source):
         return plus_one(z), y, z
 
     check(fn, lambda i: (rows(device),))
+
+
+# Conjugate and negative bits: a view has its own, memory of the program those of its value.
+
+LAZY = {
+    "conjugate": lambda d: torch.complex(rows(d), rows(d)).conj(),
+    "negative": lambda d: torch.complex(rows(d), rows(d)).conj().imag,
+}
+LAZY_VIEWS = {
+    "conj": lambda x: x.conj(),
+    "adjoint": lambda x: x.adjoint(),
+    "part": lambda x: x[:, 1:].conj(),
+    "negative": lambda x: torch._neg_view(x),
+    "negative_part": lambda x: torch._neg_view(x[1:]),
+    "imaginary_part": lambda x: (x.conj().imag if x.is_complex() else x)[1:],
+    "several": lambda x: (x.conj(), torch._neg_view(x), x[1:], x.t(), x),
+}
+
+
+@pytest.mark.parametrize("view", LAZY_VIEWS.values(), ids=LAZY_VIEWS)
+@pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
+def test_a_returned_view_of_a_conjugate_or_negative_argument(device, lazy, view):
+    def fn(x, y):
+        found = view(x)
+        first = found[0] if isinstance(found, tuple) else found
+        return found, first * 2, x * 2, plus_one(y * 2) * 2
+
+    check(fn, lambda i: (lazy(device), rows(device)))
+
+
+@pytest.mark.parametrize("view", LAZY_VIEWS.values(), ids=LAZY_VIEWS)
+@pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
+def test_a_returned_view_of_a_conjugate_or_negative_buffer(device, lazy, view):
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", lazy(device))
+
+        def forward(self, y):
+            return view(self.table), plus_one(y * 2) * 2
+
+    owner, twin = Owner(), Owner()
+    twin.table.copy_(owner.table)
+    check(owner, lambda i: (rows(device),), twin=twin)
+
+
+@pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
+def test_what_is_resolved_before_its_argument_is_written(device, lazy):
+    """Of a tensor with a lazy bit it is a copy, of one without any it is the tensor itself."""
+
+    def fn(x, y):
+        copies = [z.resolve_conj().resolve_neg() for z in (x, y)]
+        x.mul_(2)
+        y.mul_(3)
+        return copies, plus_one(x) * 2, y + 1
+
+    check(fn, lambda i: (lazy(device), lazy(device)))
+
+
+@pytest.mark.parametrize("lazy", LAZY.values(), ids=LAZY)
+def test_conjugate_and_negative_rows_are_padded(device, lazy):
+    def fn(x, y):
+        z = x + y
+        return plus_one(x * 2) * 2, plus_one(y) * z
+
+    def make(i):
+        made = [lazy(device)[: 2 + i % 3] for _ in range(2)]
+        for t in made:
+            torch._dynamo.mark_dynamic(t, 0)
+        return tuple(made)
+
+    options = {"buckets": [4]}
+    check(fn, make, calls=7, replays=range(3, 7), exact=False, options=options)
+
+
+# What autograd is told of a returned view.
+
+FOLLOWED = {
+    "itself": lambda x: x,
+    "view": lambda x: x[1:3].t(),
+    "same_shape": lambda x: x.view_as(x),
+    "detached": lambda x: x.detach(),
+    "view_of_detached": lambda x: x.detach()[1:],
+    "detached_view": lambda x: x.t().detach(),
+    "data": lambda x: x.data[1:],
+    "another_dtype": lambda x: x.view(torch.int32),
+    "complex": lambda x: torch.view_as_complex(x.unflatten(1, (3, 2))),
+    "back_from_another_dtype": lambda x: x.view(torch.int32).view(torch.float32),
+    "back_from_complex": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.unflatten(1, (3, 2)))
+    ),
+    "unsafe_view": lambda x: torch.ops.aten._unsafe_view(x, [6, 4]),
+    "not_copied": lambda x: x.contiguous(),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("view", FOLLOWED.values(), ids=FOLLOWED)
+def test_autograd_sees_a_returned_view_as_in_eager(device, view, mode):
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(rows(device))
+
+        def forward(self, x, unread):
+            y = plus_one(x * 2 + self.weight)
+            return view(x), view(unread), view(self.weight), y * 2
+
+    def seen(owner, args, outputs):
+        given = (*args, owner.weight)
+        for out, source in zip(outputs[:3], given, strict=True):
+            yield out.requires_grad, out.grad_fn is None, out.is_leaf, out.is_inference()
+            yield out is source, out._base is source, out._is_view()
+
+    owner = Owner()
+    compiled = torch.compile(owner, backend="bcg")
+    with counted() as counts:
+        for _ in range(4):
+            args = [rows(device, requires_grad=True) for _ in range(2)]
+            with mode():
+                got, want = compiled(*args), owner(*args)
+            assert_same(got, want)
+            assert list(seen(owner, args, got)) == list(seen(owner, args, want))
+    assert counts.replays == 3
 
 
 def test_a_marked_function_that_returns_its_argument_against_its_fake_is_named(device):

@@ -61,6 +61,27 @@ def test_a_counter_advances_once_a_call_from_the_first(device):
     assert counts.replays == 4
 
 
+LEAVES = {"itself": lambda x: x.add_(1), "view": lambda x: x[1:].mul_(2)}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", LEAVES.values(), ids=LEAVES)
+def test_a_returned_argument_that_requires_gradients_and_is_written(device, write, mode):
+    """Facts of such a write may fail: what it returns is still the caller's, and stays so."""
+
+    def fn(x, y):
+        return write(x), plus_one(x * 2 + y), y * 3
+
+    check(
+        fn,
+        lambda i: (rows(device, requires_grad=True), rows(device)),
+        mode=mode,
+        replays=range(4),
+        eager_calls=None,
+        options={"on_eager_call": "count"},
+    )
+
+
 @pytest.mark.parametrize("index", ["strided", "expanded_source", "transposed"])
 def test_written_through_views_of_an_input(device, index):
     def fn(x, cache):

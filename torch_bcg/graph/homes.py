@@ -48,6 +48,7 @@ class Homes:
         self.touched = self.touched_storages() | touched_also
         self.live = {n.name for n in parts.live}
         self.numbers = {n.name for n in parts.numbers}
+        self.counted = self.counted_storages()
         self.owner = self.owners()
         self.bound: dict[str, bool] = {}
 
@@ -65,6 +66,13 @@ class Homes:
                 }
                 touched |= (f.reads | f.writes) - numbers
         return frozenset(touched)
+
+    def counted_storages(self) -> frozenset[int]:
+        """Storages of arguments that numbers are read from out of the order of the program."""
+        read = {n for n in self.parts.numbers if self.facts.nodes[n.name].kernels}  # x.item()
+        sources = {p for n in read for p in n.all_input_nodes}
+        sources |= set(self.parts.number_operands.values())
+        return frozenset(t.storage for n in sources for t in self.facts.nodes[n.name].tensors)
 
     def owners(self) -> Mapping[int, str]:
         """Storage -> the value that has it: its maker, or the first item a node returned."""
@@ -142,4 +150,6 @@ class Homes:
             t.storage,
             owner if home == "alias" else "",
             written=t.storage in self.facts.written,
+            lazy=t.lazy,
+            counted=t.storage in self.counted,
         )

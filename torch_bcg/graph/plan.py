@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from torch_bcg.graph.homes import FIXED, Homes
@@ -89,6 +91,8 @@ class _Planner(Homes):
             unrecorded = Reason(whole[0], whole[2], where(self.nodes[whole[2]]), whole[1])
         elif missing:
             unrecorded = Reason("size from no argument", missing, detail=missing)
+        else:
+            unrecorded = self.unknown()
         if unrecorded is not None:
             arguments = tuple(n.name for n in self.gm.graph.nodes if n.op == "placeholder")
             return Plan(self.name, self.facts.device, (), arguments, (), (), (), (), unrecorded)
@@ -116,6 +120,18 @@ class _Planner(Homes):
             outputs,
             call_symbols=others,
         )
+
+    def unknown(self) -> Reason | None:
+        """Why nothing is recorded where a result of which nothing is known goes on.
+
+        It may be any of the arguments: whose, and when its memory is free again, nobody can say.
+        """
+        for name, f in self.facts.nodes.items():
+            users = {getattr(u.target, "__name__", "") for u in self.nodes[name].users}
+            users.discard("_lower_version_count_by_1")  # Dynamo's, after it has set ``.data``
+            if f.cause is not None and f.cause[0] == "no facts" and users:
+                return Reason("no facts", name, where(self.nodes[name]), f.cause[1])
+        return None
 
     def symbols(self) -> tuple[Places, Places, str]:
         """Where symbols of the key and others are read, and one that no argument gives ("")."""
@@ -265,9 +281,27 @@ class _Planner(Homes):
         """Whether geometry alone remakes the view from its base."""
         if not self.facts.nodes[name].symbols <= self.facts.key_symbols:
             return False
-        if name in self.floats or self.home(name) == "alias":
-            return not t.special and not t.unbacked and t.lazy == (False, False)
-        return False
+        if name not in self.floats and self.home(name) != "alias":
+            return False
+        (base,) = self.facts.nodes[self.owner[t.storage]].tensors
+        plain = not t.special and not t.unbacked and t.lazy == base.lazy == (False, False)
+        return plain and t.spec.dtype == base.spec.dtype and self.is_followed(name, t.storage)
+
+    def is_followed(self, name: str, storage: int) -> bool:
+        """Whether autograd sees a view of its base in it: ``detach`` and the like end that."""
+        if name == self.owner[storage]:
+            return True
+        facts = self.facts.nodes
+        given = [self.canonical.get(p.name, p.name) for p in self.nodes[name].all_input_nodes]
+        sources = [p for p in given if any(t.storage == storage for t in facts[p].tensors)]
+        follows = all(map(keeps_gradients, facts[name].operators))
+        return follows and any(self.is_followed(p, storage) for p in sources)
+
+
+def keeps_gradients(view: OpOverload) -> bool:
+    """Whether an operator that returns a view returns one to autograd as well."""
+    returns_view = any(r.alias_info is not None for r in view._schema.returns)
+    return returns_view and view is not torch.ops.aten.detach.default
 
 
 def module_path(nodes: Sequence[fx.Node]) -> str:

@@ -88,6 +88,8 @@ class Value:
             number of segments if it is returned.
         memory: the value in whose memory it lies, since their lives do not meet; "" for its own.
         row_dims: dims of which a padded program fills only the front with the rows of a call.
+        lazy: conjugate and negative bits of the tensor.
+        counted: a number is read from it, before anything of a call has run or when it is needed.
     """
 
     name: str
@@ -100,6 +102,8 @@ class Value:
     last: int = -1
     memory: str = ""
     row_dims: tuple[int, ...] = ()
+    lazy: tuple[bool, bool] = (False, False)
+    counted: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.spec}" if self.spec is not None else self.name

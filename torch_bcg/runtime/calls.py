@@ -176,7 +176,7 @@ class _Binder(Fronts):
                 continue
             slot, cell = self.front(v), self.cell_of(v.name)
             self.copied += slot.numel() * slot.itemsize
-            if memory.expanded_dims(slot):
+            if memory.expanded_dims(slot) or any(v.lazy):  # no foreach operation writes lazy bits
                 self.steps.append(steps.copy_expanded(self.cells, slot, cell))
             elif slot.numel():
                 groups.setdefault(slot.dtype, []).append((slot, cell))

@@ -107,7 +107,8 @@ class Fronts:
             size, stride, _ = self.live[name]
             if cut.copied:
                 room = self.space.slot(f"{name}, copied", cut.spec, name)
-                front = room.as_strided(size, stride)
+                bits = whole.is_conj(), whole.is_neg()
+                front = memory.lazily(room.as_strided(size, stride), bits)
             else:
                 front = whole.as_strided(size, stride, whole.storage_offset())
             self.fronts[name] = memory.shared(front)  # to an operator that writes, views cost more
@@ -169,6 +170,8 @@ class Fronts:
                 "poison" in self.checks and v.spec and v.spec.dtype.startswith(("float", "bfloat"))
             ):
                 fills += [functools.partial(t.copy_, uneven(t, self.poison())) for t in tails]
+            elif any(v.lazy):  # no foreach operation writes these
+                fills += [t.zero_ for t in tails]
             else:
                 zeros += tails
         for dtype in dict.fromkeys(

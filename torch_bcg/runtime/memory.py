@@ -52,9 +52,13 @@ def shared(t: Tensor) -> Tensor:
 def in_storage(storage: torch.UntypedStorage, t: Tensor) -> Tensor:
     """What ``t`` is in its own storage, over another one."""
     alias = over(storage, t.dtype, first_byte(t), (tuple(t.shape), t.stride(), 0))
-    if t.is_conj():
-        alias = torch._conj(alias)
-    return torch._neg_view(alias) if t.is_neg() else alias
+    return lazily(alias, (t.is_conj(), t.is_neg()))
+
+
+def lazily(t: Tensor, bits: tuple[bool, bool]) -> Tensor:
+    """A plain tensor with these conjugate and negative bits; without any it is ``t`` itself."""
+    t = torch._conj(t) if bits[0] else t
+    return torch._neg_view(t) if bits[1] else t
 
 
 def unowned(t: Tensor) -> Tensor:
@@ -222,12 +226,10 @@ def _part(t: Tensor, low: int) -> Callable[[Tensor], Tensor]:
 
 def _placed(t: Tensor, like: Geometry, start: int) -> Callable[[Tensor], Tensor]:
     """What makes a tensor like ``t`` of flat bytes, with another geometry."""
-    dtype, conj, neg = t.dtype, t.is_conj(), t.is_neg()
+    dtype, bits = t.dtype, (t.is_conj(), t.is_neg())
 
     def part(copy: Tensor) -> Tensor:
-        view = over(copy.untyped_storage(), dtype, start, like)
-        view = torch._conj(view) if conj else view
-        return torch._neg_view(view) if neg else view
+        return lazily(over(copy.untyped_storage(), dtype, start, like), bits)
 
     return part
 

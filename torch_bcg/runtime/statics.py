@@ -111,7 +111,8 @@ class Overlaps:
     """Finds arguments whose memory overlaps in a way that slots would hide.
 
     What lies at its own address (static tensors, arguments passed on) behaves as in eager. Only a
-    pair in which one is copied and one is written can go wrong.
+    pair in which one is copied and one is written can go wrong. Of what a number is read from, the
+    number is a copy.
     """
 
     moving: list[tuple[int, int, bool, bool]]  # place, bytes (-1: not of the key), copied, written
@@ -190,11 +191,15 @@ def overlaps_of(
         geometries: of its values in such a call.
         static: the static tensors by name.
     """
-    given = [v for v in plan.values if v.name in plan.arguments and v.spec is not None]
     place = {name: i for i, name in enumerate(plan.arguments)}
-    moving = [v for v in given if v.home in ("slot", "reference")]
-    fixed = [v for v in given if v.home == "static"]
-    if not any(v.written for v in given) or not any(v.home == "slot" for v in moving):
+    known = [v for v in plan.values if v.spec is not None]
+    fixed = [v for v in known if v.home == "static"]
+    given = [v for v in known if v.home in ("slot", "reference")]
+    where = {v.spec.device for v in (*given, *fixed) if v.written and v.spec is not None}
+    counted = [v.name for v in (*given, *fixed) if v.counted and v.spec and v.spec.device in where]
+    moving = given + [v for v in fixed if v.name in counted]
+    copied = {v.name for v in given if v.home == "slot"}.union(counted)
+    if not where or not copied:
         return None
 
     def ranges(values: Sequence[Value]) -> list[Range]:
@@ -209,7 +214,7 @@ def overlaps_of(
         return memory.reach(*geometries[v.name][:2]) * itemsize
 
     return Overlaps(
-        [(place[v.name], extent(v), v.home == "slot", v.written) for v in moving],
+        [(place[v.name], extent(v), v.name in copied, v.written) for v in moving],
         ranges(fixed),
         ranges([v for v in fixed if v.written]),
     )

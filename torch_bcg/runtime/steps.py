@@ -51,7 +51,7 @@ def copy_in(cells: Cells, slots: Sequence[Tensor], places: Sequence[int]) -> Ste
 
 
 def copy_expanded(cells: Cells, slot: Tensor, place: int) -> Step:
-    """Copies an argument with expanded dims, each address once."""
+    """Copies an argument on its own, each address of expanded dims once."""
     narrowed = memory.once(slot)
 
     def step() -> None:

@@ -87,7 +87,8 @@ class Workspace:
         for v in self.plan.values:
             if v.home in ("slot", "scratch", "bridge"):
                 assert v.spec is not None
-                self.bound[v.name] = self.slot(v.memory or v.name, v.spec, v.name)
+                slot = self.slot(v.memory or v.name, v.spec, v.name)
+                self.bound[v.name] = memory.lazily(slot, v.lazy)
             elif v.home == "constant":
                 self.bound[v.name] = self.lowering.call(v.name, self.resolve)
         for s in self.plan.number_slots:
@@ -119,7 +120,7 @@ class Workspace:
     def recorded(self, v: Value) -> Tensor:
         """Memory for a result of a recorded segment, where the recorder takes none itself."""
         assert v.spec is not None
-        return self.pool.arena.take(v.spec, self.geometries[v.name])
+        return memory.lazily(self.pool.arena.take(v.spec, self.geometries[v.name]), v.lazy)
 
     def operands(self, segment: GraphSegment) -> dict[str, Any]:
         """What a recorded segment is bound to: fixed values, then number slots."""
