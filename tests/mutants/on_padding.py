@@ -207,6 +207,32 @@ def rows_left_by_a_segment(device):
     )
 
 
+@torch.library.custom_op("mutants::which", mutates_args=())
+def which(i: Tensor) -> Tensor:
+    """Which of four numbers there are, of which facts know nothing."""
+    return torch.isin(torch.arange(4, device=i.device), i)
+
+
+which.register_fake(lambda i: i.new_empty(4, dtype=torch.bool))
+
+
+def rows_that_hide_padding(device):
+    """Padded rows hold a 0, and so does the first call."""
+
+    def make(i):
+        x = rows(device, i % 2 * 2)
+        index = torch.full(x.shape[:1], 2, device=device)
+        index[0] = int(i > 2)
+        return x, dynamic(index)
+
+    padded(
+        lambda x, i: (which(i), plus_one(x) * 2 + i[:, None]),
+        make,
+        verdict="padded rows change others",
+        replays=range(1, 6),
+    )
+
+
 class Counter(nn.Module):
     def __init__(self, device):
         super().__init__()
@@ -214,7 +240,7 @@ class Counter(nn.Module):
 
     def forward(self, x, i):
         self.total.add_(1)
-        return plus_one(x)[i] + self.total + x
+        return plus_one(x).index_select(0, i) + self.total + x
 
 
 def buffer_in_a_trial(device):

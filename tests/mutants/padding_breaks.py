@@ -67,7 +67,17 @@ def no_reason(original):
 def zeros_only(original):
     def init(one, *args):
         original(one, *args)
-        one.fillings = one.fillings[:1]
+        one.fillings, one.changes = one.fillings[:1], ()
+
+    return init
+
+
+def as_they_are(original):
+    """Rows of the call alone are tried."""
+
+    def init(one, *args):
+        original(one, *args)
+        one.changes = ()
 
     return init
 
@@ -135,6 +145,7 @@ PADDING_MUTANTS = {
     "facts not asked": replaced(padding._Padder, "refused", always(None)),
     "trials agree": replaced(Trial, "run", no_reason),
     "trials fill with zero": replaced(Trial, "__init__", zeros_only),
+    "trials change no rows": replaced(Trial, "__init__", as_they_are),
     "trials write the caller's memory": replaced(Trial, "argument", no_clones),
     "memory shared too early": replaced(lifetimes, "_shared", end_early),
     "memory released too early": replaced(

@@ -74,6 +74,7 @@ PADDING_KILLERS = {
     "facts not asked": [on_padding.refused_by_facts],
     "trials agree": [on_padding.refused_by_a_trial],
     "trials fill with zero": [on_padding.rows_left_by_a_segment],
+    "trials change no rows": [on_padding.rows_that_hide_padding],
     "trials write the caller's memory": [on_padding.buffer_in_a_trial],
     "memory shared too early": [on_checks.lives_that_meet],
     "memory released too early": [

@@ -39,6 +39,25 @@ class Filling:
 # As a replay has them first. What the author vouches for may multiply padded rows by zero, which
 # NaN would show as use.
 FILLINGS = (Filling(0.0, False), Filling(LARGE), Filling(-LARGE, False), Filling(float("nan")))
+# Those that rows of largest numbers are tried with, and rows of least ones.
+BEHIND_MOST, BEHIND_LEAST = (FILLINGS[0], FILLINGS[2]), FILLINGS[:2]
+
+
+def alike(real: Tensor, dims: Sequence[int], most: bool, padded: float) -> Tensor:
+    """Rows of which all are one: the largest numbers of each column, or the least.
+
+    Whole numbers are others than padded rows hold, which then show in what only counts which
+    numbers there are: real rows may hold all that padded ones do.
+    """
+    if not real.numel() or real.is_complex() or not dims:
+        return real
+    wide = real.to(torch.uint8) if real.dtype == torch.bool else real
+    one = (wide.amax if most else wide.amin)(tuple(dims), keepdim=True).to(real.dtype)
+    if not (real.is_floating_point() or real.dtype == torch.bool):
+        other = (wide.amin if most else wide.amax)(tuple(dims), keepdim=True)
+        one = torch.where(one == padded, other, one)
+        one = torch.where(one == padded, padded + 1, one).to(real.dtype)
+    return one.expand_as(real)
 
 
 def fill(

@@ -2,9 +2,11 @@
 
 A real run of the call keeps what crosses between recorded and eager segments. Then everything but
 the live eager segments runs again, padded, on clones of all it writes, once for each filling of the
-rows that the call does not have; whatever the kept run knows has to come out the same. No marked
-operation runs twice and nothing of the caller's is written; the Python of operators that nobody
-marked runs again, as it does where they are recorded.
+rows that the call does not have; whatever the kept run knows has to come out the same. Rows of a
+call may hide what padded ones do, by doing it themselves: so the same is asked of rows of which all
+are one, which hold no number that padded rows hold. No marked operation runs twice and nothing of
+the caller's is written; the Python of operators that nobody marked runs again, as it does where
+they are recorded.
 """
 
 from __future__ import annotations
@@ -19,19 +21,38 @@ from torch.utils import _pytree as pytree
 
 from torch_bcg.graph import modes
 from torch_bcg.graph.ir import EagerSegment, Plan, Reason
-from torch_bcg.graph.known import Facts, TensorFact
+from torch_bcg.graph.known import LOOKED_UP, Facts, TensorFact
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.padding import row_dims
-from torch_bcg.graph.sizes import at_sizes
+from torch_bcg.graph.sizes import Geometry, at_sizes
 from torch_bcg.graph.sorting import where
 from torch_bcg.marking import plain_function
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.bounds import InRange, OutOfRange
 from torch_bcg.runtime.compare import SAME, difference, unreserved
-from torch_bcg.runtime.fillings import FILLINGS, VOUCHED, Filling, fill
+from torch_bcg.runtime.fillings import (
+    BEHIND_LEAST,
+    BEHIND_MOST,
+    FILLINGS,
+    VOUCHED,
+    Filling,
+    alike,
+    fill,
+)
 
 FULL = Reason("out of memory", "", detail="a trial copies what crosses cuts")
 OUTSIDE = "padded rows index outside"  # this size is not for the graph, others may be
+
+
+Seen = tuple[str, str, bool]  # reader, value, whether it is memory of the caller
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What numbers and tensors of a run have: of the call, or of the padded size."""
+
+    numbers: Mapping[str, int]
+    geometries: Mapping[Any, Geometry]
 
 
 @dataclass(slots=True)
@@ -66,7 +87,8 @@ class Trial:
         self.gm, self.plan, self.facts, self.lowering = gm, plan, facts, lowering
         self.placeholders = gm.graph.find_nodes(op="placeholder")
         symbols = [s for s, _, _ in plan.symbols]
-        self.numbers = dict(zip(symbols, padded, strict=True)) | dict(others)
+        whole = dict(zip(symbols, padded, strict=True)) | dict(others)
+        own = dict(zip(symbols, key, strict=True)) | dict(others)
         live = [s for s in plan.segments if isinstance(s, EagerSegment) and s.live]
         self.live = {n for s in live for n in s.nodes}
         rest = [n for n in facts.nodes if n not in self.live]
@@ -78,19 +100,27 @@ class Trial:
             for i, t in enumerate(f.tensors)
             if not t.unbacked and not t.special
         }
-        self.geometries = at_sizes(specs, list(self.numbers), list(self.numbers.values()))
+        self.whole, self.own = (
+            Sizes(numbers, at_sizes(specs, list(numbers), list(numbers.values())))
+            for numbers in (whole, own)
+        )
+        self.sizes = self.whole
         self.static = {v.name for v in plan.values if v.home == "static"}
         padding = plan.padding
         assert padding is not None
         self.fills = dict(padding.fills)
         vouched = any(r.kind in VOUCHED for r in padding.tried)
+        doubtful = any(r.kind != LOOKED_UP for r in padding.tried) and not again
+        self.changes = (BEHIND_MOST, BEHIND_LEAST) if doubtful else ()
         # Another size of a graph that was tried: only what a replay has can be news.
         self.fillings = FILLINGS[:1] if again else FILLINGS[:-1] if vouched else FILLINGS
         self.reserved = padding.reserved
         self.unwritten = unwritten(gm, facts)
         self.full = False
         self.kept: dict[str, Kept] = {}
-        self.first: dict[tuple[str, str], Tensor] = {}
+        self.most: bool | None = None  # rows of the call as they are, or the largest, or the least
+        self.expected: dict[Seen, Tensor] | None = None
+        self.first: dict[Seen, Tensor] = {}
         self.before: dict[int, Tensor] = {}
 
     def rows(self, t: TensorFact) -> tuple[int, ...]:
@@ -113,7 +143,27 @@ class Trial:
             # Other numbers than a replay has may lead out of a table without telling anything.
             if reason is not None and not (reason.kind == OUTSIDE and filling is not FILLINGS[0]):
                 return result, reason
+        for fillings in self.changes:
+            reason = self.changed_runs(args, result, fillings)
+            if reason is not None:
+                return result, reason
         return result, None
+
+    def changed_runs(
+        self, args: Sequence[Any], result: Any, fillings: Sequence[Filling]
+    ) -> Reason | None:
+        """What padding shows of rows that are all one; nothing if the call takes none such."""
+        self.most, self.expected, self.first = fillings is BEHIND_MOST, {}, {}
+        self.sizes = self.own
+        failed = self.padded_run(args, result, fillings[0])
+        self.sizes = self.whole
+        if failed is not None:
+            return failed if failed is FULL else None
+        for filling in fillings:
+            reason = self.padded_run(args, result, filling)
+            if reason is not None and reason.kind != OUTSIDE:
+                return reason
+        return None
 
     def copy(self, x: Tensor) -> Tensor:
         """A clone for the trial, of which the call itself must not fail."""
@@ -157,7 +207,7 @@ class Trial:
         """An argument of the padded run."""
         f = self.facts.nodes[name]
         if not isinstance(x, Tensor):
-            return self.numbers.get(f.expr, x)
+            return self.sizes.numbers.get(f.expr, x)
         x = self.before.get(i, x)
         (t,) = f.tensors
         if not self.rows(t):
@@ -176,10 +226,15 @@ class Trial:
         declared: bool = False,
     ) -> Tensor:
         """``x`` with more rows."""
-        whole = memory.allocate(t.spec, self.geometries[place])
+        x = self.changed(t, x, self.fills.get(place[0], 0))
+        whole = memory.allocate(t.spec, self.sizes.geometries[place])
         front = fill(whole, self.rows(t), x, filling, declared)
         memory.once(front)(front).copy_(memory.once(front)(x))
         return whole
+
+    def changed(self, t: TensorFact, x: Tensor, padded: float = 0) -> Tensor:
+        """Rows of the call, or what stands for them in this run."""
+        return x if self.most is None else alike(x, self.rows(t), self.most, padded)
 
     def compare(
         self,
@@ -204,11 +259,17 @@ class Trial:
         if memory_of_caller and not dims:
             rows = [row for storage, row in self.reserved if storage == t.storage]
             front, real = (unreserved(x, rows) for x in (front, real))
+        place = reader, node.name, memory_of_caller
+        if self.expected is not None:
+            if self.sizes is self.own:
+                self.expected[place] = front.clone()
+                return
+            real = self.expected[place]
         apart = difference(front, real)
-        if not apart and (reader, node.name) in self.first:
-            apart = difference(front, self.first[reader, node.name], SAME)
+        if not apart and place in self.first:
+            apart = difference(front, self.first[place], SAME)
         elif not apart:
-            self.first[reader, node.name] = front.clone()
+            self.first[place] = front.clone()
         if apart:
             raise _Differs(
                 Reason(
@@ -282,6 +343,7 @@ class _Padded(_Interpreter):
             trial.compare(p, self.env[p], real, n.name)
         for p, real in kept.written.items():
             (t,) = facts[p.name].tensors
+            real = trial.changed(t, real)
             front = fill(self.env[p], trial.rows(t), real, self.filling)
             front.copy_(real)
         leaves, spec = pytree.tree_flatten(kept.made)
