@@ -1,5 +1,6 @@
 """``warm_up``: the sizes that are asked for are recorded, and what it says of each is true."""
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -11,7 +12,7 @@ from torch import nn
 
 import torch_bcg
 from torch_bcg.counters import counters
-from torch_bcg.errors import BCGError
+from torch_bcg.errors import BCGError, BCGWarning
 from torch_bcg.graph.buckets import LADDER
 from torch_bcg.warm_up import Warmed
 from twin import counted, plus_one
@@ -119,6 +120,26 @@ def test_more_graphs_than_dynamo_makes():
     with torch._dynamo.config.patch(recompile_limit=2):
         found, _ = warmed(compiled, [8, 4, 2])
     assert [w.how for w in found] == ["replay", "replay", "not compiled"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_graphs_that_are_not_padded_are_told(device, named):
+    """Two sizes vary: without a word each size would be a program of its own."""
+
+    def fn(x, lengths):
+        return plus_one(x * 2) + 1, lengths * 2
+
+    options = {"buckets": [4, 8], **({"bucket_dim": ("x", 0)} if named else {})}
+    compiled = torch.compile(fn, backend="bcg", dynamic=True, options=options)
+
+    def make(n):
+        return torch.randn(n, 6, device=device), torch.ones(n // 2, device=device)
+
+    told = pytest.warns(BCGWarning, match="warm_up: not padded to buckets.* several sizes vary")
+    with torch.inference_mode(), contextlib.nullcontext() if named else told:
+        torch_bcg.warm_up(compiled, make)
+    with torch.inference_mode(), counters.expect(replays=int(named), captures=0):
+        compiled(torch.randn(7, 6, device=device), torch.ones(4, device=device))
 
 
 def test_no_sizes():

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from torch_bcg.counters import counters
 from torch_bcg.dynamo import Backend
-from torch_bcg.errors import BCGError
+from torch_bcg.errors import BCGError, BCGWarning
 from torch_bcg.graph.buckets import LADDER
 from torch_bcg.metadata import bind_metadata
 from torch_bcg.options import Options
@@ -74,6 +75,9 @@ def warm_up(
         progress: whether to show a bar, where ``rich`` is installed and stderr is a terminal, or
             else to log a line a size, at level INFO of the logger ``torch_bcg``.
 
+    With the option ``buckets``, graphs that are not padded to them are told in a warning: each size
+    is a program of its own then, and one that was not warmed up is recorded when it comes.
+
     Returns:
         What became of each size, the largest first. The figures are differences of counters of the
         process: they are right if nothing else runs meanwhile.
@@ -96,6 +100,7 @@ def warm_up(
                 w.run()
             if not outdated:
                 break
+    _tell_unpadded(compiled)
     return tuple(w.result() for w in warming)
 
 
@@ -163,6 +168,25 @@ def _no_program(found: str) -> BCGError:
         found=found,
         fix='pass torch.compile(model, backend="bcg")',
     )
+
+
+def _tell_unpadded(compiled: Callable[..., Any]) -> None:
+    """Warns of graphs whose sizes vary though nothing is padded, and of all if none is padded."""
+    plans = [g.plan for g in graphs_of(compiled) if g.options.buckets is not None and g.probed]
+    paddings = [(plan, plan.padding) for plan in plans if plan.padding is not None]
+    padded = any(padding.refused is None for _, padding in paddings)
+    unpadded = [
+        f"{plan.name}: {padding.refused}"
+        for plan, padding in paddings
+        if padding.refused is not None and (plan.symbols or not padded)
+    ]
+    if unpadded:
+        warnings.warn(
+            f"warm_up: not padded to buckets, so each size is a program of its own: "
+            f"{'; '.join(unpadded)}.",
+            BCGWarning,
+            stacklevel=3,
+        )
 
 
 def _graphs(compiled: Callable[..., Any]) -> frozenset[int]:

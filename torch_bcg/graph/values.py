@@ -46,7 +46,8 @@ class Reason:
 
     def __str__(self) -> str:
         text = f"{self.kind}: {self.detail}" if self.detail else self.kind
-        return f"{text} ({self.node}{', ' + self.where if self.where else ''})"
+        place = ", ".join(part for part in (self.node, self.where) if part)
+        return f"{text} ({place})" if place else text
 
 
 @dataclass(frozen=True, slots=True)
