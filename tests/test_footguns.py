@@ -30,6 +30,10 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 | mode=                                                            | RAISED       | test_mode                     |
 | padded: an index past the rows of the call finds padding, where  | SILENT       | test_index_into_padding       |
 |   eager raises; check="poison" does                              |              |                               |
+| padded: a negative index in a tensor counts from the end of the  | SILENT       | test_negative_index           |
+|   padded rows; check="poison" raises                             |              |                               |
+| padded: positions that grow from call to call leave a table with | RAISED       | test_growing_positions        |
+|   their padded rows before its end is reached                    |              |                               |
 | padded: the place declared with pad= holds what was written      | SILENT       | test_reserved_place           |
 | padded: two sizes vary: exact shapes                             | SILENT       | test_two_sizes                |
 | padded: the first program takes slots for the largest size       | SILENT       | test_slots_of_the_largest_size |
@@ -433,6 +437,42 @@ def test_index_into_padding(device):
                     compiled(x, last)
             else:  # row 6 of 8 is padding; eager takes the last of 5
                 assert not torch.equal(compiled(x, last), fn(x, last))
+
+
+def test_negative_index(device):
+    def fn(x, i):
+        return plus_one(x)[i] * 2
+
+    first, last = (torch.tensor([i, 0], device=device) for i in (1, -1))
+    for check in ("address", "poison"):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend="bcg", options={"buckets": [8], "check": check})
+        with torch.inference_mode():
+            for _ in range(4):
+                x = tokens(device, 5)
+                assert_same(compiled(x, first), fn(x, first), exact=False)
+            if check == "poison":
+                with pytest.raises(CheckError, match="replayed than run eagerly"):
+                    compiled(x, last)
+            else:  # row 7 of 8 is padding; eager takes row 4 of 5
+                assert not torch.equal(compiled(x, last), fn(x, last))
+
+
+def test_growing_positions():
+    """On the host: what an index outside does to a GPU ends its process."""
+    table = torch.randn(20, 6)
+
+    def fn(x, start):
+        return plus_one(x) + table[start + torch.arange(x.shape[0])]
+
+    compiled = torch.compile(fn, backend="bcg", options={"buckets": [8]})
+    with torch.inference_mode():
+        for start in (1, 0, 2, 3, 12):
+            x, at = tokens("cpu", 5), torch.tensor(start)
+            assert_same(compiled(x, at), fn(x, at), exact=False)
+        with pytest.raises(IndexError):  # 14 to 18 are there, the 21 of padding is not
+            compiled(x, torch.tensor(14))
+        assert_same(compiled(x, at), fn(x, at), exact=False)
 
 
 def test_reserved_place(device):

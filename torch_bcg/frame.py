@@ -49,12 +49,6 @@ def static_arguments(gm: fx.GraphModule, example_inputs: Sequence[object]) -> fr
     )
 
 
-def is_of_module(placeholder: fx.Node) -> bool:
-    """Whether an argument is a parameter or buffer of a module, as Dynamo says where it is from."""
-    text = source_text(placeholder) or ""
-    return "_parameters[" in text or "_buffers[" in text
-
-
 def argument_names(gm: fx.GraphModule) -> dict[str, str]:
     """What the user calls each placeholder: ``input_ids``, ``batch['mask']``, ``rest[1]``.
 

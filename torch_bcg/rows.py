@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import sympy
 import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from torch_bcg.frame import argument_names, is_of_module, names_in_scope, static_arguments
+from torch_bcg.frame import argument_names, names_in_scope, static_arguments
 from torch_bcg.graph.buckets import LADDER, RowDim, SizeGuards, find, row_dim
 from torch_bcg.graph.facts import fake_arguments
 from torch_bcg.graph.ir import Plan, Reason
@@ -74,12 +73,6 @@ class Rows:
         self.place = -1
         self.untried: tuple[Reason, ...] = ()
         self.looks_up = False
-        self.constants = {
-            p.name: ends(x)
-            for p, x in zip(placeholders, example_inputs, strict=True)
-            if self.ladder and isinstance(x, torch.Tensor) and is_of_module(p)
-        }
-        self.conditions: tuple[sympy.Basic, ...] = ()
         self.reset()
 
     def tie(self, placeholders: Sequence[str], example_inputs: Sequence[object]) -> None:
@@ -114,8 +107,8 @@ class Rows:
         self.refused: Reason | None = None
         self.agreed: tuple[Reason, ...] = ()
         self.usable = self.ladder
-        self.inside: set[Key] = set()  # padded keys at which no index leaves its table
-        self.outside: set[Key] = set()
+        self.inside: set[int] = set()  # padded sizes at which no index leaves its table
+        self.outside: set[int] = set()
         self.found: dict[Key, Key | str] = {}
 
     def choose(self, sizes: Mapping[str, tuple[str, ...]]) -> str:
@@ -142,9 +135,8 @@ class Rows:
             self.options.rows == "independent",
             self.fills,
             self.refused or (None if self.usable else _GUARD),
-            self.constants,
         )
-        plan, self.conditions = with_padding(plan, facts, lowering, request)
+        plan = with_padding(plan, facts, lowering, request)
         self.found.clear()
         self.symbols = tuple(s for s, _, _ in plan.symbols)
         padded = plan.padding is not None and plan.padding.refused is None
@@ -187,10 +179,9 @@ class Rows:
 
     def allows(self, key: Key, size: int) -> bool:
         """Whether the graph is for that number of rows: its guards hold, its indices are inside."""
-        target = self.at(key, size)
-        values = dict(zip(self.symbols, target, strict=True))
-        if target in self.outside or not all(holds(c, values) for c in self.conditions):
+        if size in self.outside:
             return False
+        values = dict(zip(self.symbols, self.at(key, size), strict=True))
         return self.guards is None or self.guards.allows(values)
 
     def look(self, key: Key) -> bool:
@@ -215,31 +206,18 @@ class Rows:
         """Whether a trial has to come before this call is padded."""
         if key == target:
             return False
-        return bool(self.untried) or (self.looks_up and target not in self.inside)
+        return bool(self.untried) or (self.looks_up and target[self.place] not in self.inside)
 
     def tried(self, target: Key, refused: Reason | None) -> None:
         """What a trial found; the graph is planned again if it refuses for every size."""
         if refused is not None and refused.kind == OUTSIDE:
-            self.outside.add(target)
+            self.outside.add(target[self.place])
             self.found.clear()
             return
-        self.inside.add(target)
+        self.inside.add(target[self.place])
         self.refused = refused
         self.agreed, self.untried = (*self.agreed, *self.untried), ()
 
     def limit(self) -> int:
         """Most programs of one set of static tensors: the ladder comes on top of other shapes."""
         return self.options.max_programs + (len(self.ladder) if self.padded else 0)
-
-
-def ends(x: torch.Tensor) -> tuple[int, int] | None:
-    """The least and the largest number of a tensor of integers."""
-    if x.is_floating_point() or x.is_complex() or not x.numel():
-        return None
-    return int(x.min()), int(x.max())
-
-
-def holds(condition: sympy.Basic, values: Mapping[str, int]) -> bool:
-    """Whether a condition is true of values of its symbols."""
-    known = {s: values[str(s)] for s in condition.free_symbols}
-    return condition.subs(known) is sympy.true

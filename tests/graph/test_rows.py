@@ -31,14 +31,7 @@ def followed(fn, *args):
 
 
 def mixing(one):
-    """But for indices of which bounds say where they lie."""
-    return [m for n in one.facts.nodes.values() for m in n.mixing if m.inside is None]
-
-
-def conditions(one):
-    """When padded rows index inside, with s for the symbol."""
-    found = [m.inside for n in one.facts.nodes.values() for m in n.mixing if m.inside is not None]
-    return [str(c).replace(one.facts.rows, "s") for c in found]
+    return [m for n in one.facts.nodes.values() for m in n.mixing]
 
 
 def kinds(one):
@@ -299,8 +292,6 @@ def test_rows_that_mix(name):
     assert all(m.operator.startswith("aten::") for m in mixing(one))
 
 
-NEGATIVE = "indices that may be negative"
-LOOKED_UP = "padded rows as an index?"
 TRIED = {
     "batch_and_rows_swapped": (
         lambda x: x.view(x.shape[1], 2, 4) + 1,
@@ -339,8 +330,7 @@ TRIED = {
     "unfold": (lambda x: x.unfold(0, 2, 1), x, "unfold?", ["dim 0 is s - 1"]),
     "diagonal": (lambda x: x.diagonal() + 1, square, "diagonal?", LOST),
     "as_strided": (lambda x: x.as_strided((x.shape[0],), (1,)), x, "as_strided?", LOST),
-    "index": (lambda x, i: x[i], indexed, {"index?", NEGATIVE}, ROWS),
-    "index_from_0_up": (lambda x, i: x[i.clamp(min=0)], indexed, "index?", ROWS),
+    "index": (lambda x, i: x[i], indexed, "index?", ROWS),
     "index_shifted": (
         lambda x: x[torch.arange(x.shape[0])[1:]],
         x,
@@ -402,49 +392,6 @@ def test_rows_of_which_facts_cannot_tell(name):
     assert cuts(one) == expected
 
 
-# Whether padded rows index inside a table of 64.
-
-# What shows it: what padded rows of the index hold, and the number of rows; None if nothing does.
-HOLDING = [(0, 16), (63, 16), (64, 16), (-1, 16), (0, 63), (0, 64), (0, 65)]
-INDICES = {
-    "argument": (lambda i: i, [1, 1, 0, 0, 1, 1, 1]),
-    "cast": (lambda i: i.to(torch.int32).long().view(-1, 1)[:, 0], [1, 1, 0, 0, 1, 1, 1]),
-    "offset": (lambda i: i + 3, [1, 0, 0, 1, 1, 1, 1]),
-    "and_one": (lambda i: torch.where(i > 5, i, 1), [1, 1, 0, 0, 1, 1, 1]),
-    "clamped_above": (lambda i: i.clamp(max=63), [1, 1, 1, 0, 1, 1, 1]),
-    "clamped": (lambda i: i.clamp(0, 63), [1] * 7),
-    "remainder": (lambda i: i % 64, [1] * 7),
-    "chosen": (lambda i: F.one_hot(i % 64, 64).argmax(1), [1] * 7),
-    "positions": (lambda i: torch.arange(i.shape[0]), [1, 1, 1, 1, 1, 1, 0]),
-    "positions_from_2": (lambda i: torch.arange(2, i.shape[0] + 2), [1, 1, 1, 1, 0, 0, 0]),
-    "counted_truth": (lambda i: (i > 3).long().cumsum(0), [1, 1, 1, 1, 1, 0, 0]),
-    "moved_down": (lambda i: F.pad(i, (1, 0))[:-1] + 0, None),
-    "all_but_one": (lambda i: i[:-1] + 0, None),
-    "of_one_row": (lambda i: i[:1].expand(i.shape[0]) + torch.arange(i.shape[0]), None),
-    "counted_up": (lambda i: (i // 4).cumsum(0), None),
-}
-
-
-@pytest.mark.parametrize("name", INDICES)
-def test_where_padded_rows_index(name):
-    fn, expected = INDICES[name]
-    one = followed(lambda t, i: (F.embedding(fn(i), t), i + 1), *table())
-    every = [m for n in one.facts.nodes.values() for m in n.mixing]
-    lookups = [m for m in every if m.kind == "padded rows as an index"]
-    if not lookups:
-        assert expected == [1] * 7
-        return
-    found = lookups[-1].inside
-    free = set() if found is None else {str(s) for s in found.free_symbols}
-    if found is None or not free <= {"l_i_", one.facts.rows}:
-        assert expected is None
-        return
-    values = [{"l_i_": held, one.facts.rows: size} for held, size in HOLDING]
-    assert expected == [
-        bool(found.subs({s: v[str(s)] for s in found.free_symbols})) for v in values
-    ]
-
-
 # Memory that is not padded.
 
 STORES = {
@@ -477,7 +424,7 @@ def test_stores_into_a_pool(name):
         return x + slots[:, None]
 
     one = followed(run, varying(torch.zeros(64, 4)), *ids(), *x())
-    (found,) = (m for m in mixing(one) if m.decided)
+    (found,) = mixing(one)
     assert (found.kind, found.decided) == ("padded rows are written", True)
     assert one.facts.origin[found.storage] == "l_pool_"
     assert found.index == (index and f"l_{index}_")

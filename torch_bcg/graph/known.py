@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import sympy
 import torch
 
 from torch_bcg.graph.ir import TensorSpec
@@ -17,9 +16,7 @@ Kind = Literal["input", "constant", "number", "view", "mode", "alloc", "kernel",
 # Kinds of `Mixing` that others ask for.
 WRITTEN = "padded rows are written"
 LOOKED_UP = "padded rows as an index"
-FROM_THE_END = "indices that may be negative"
 TOP_K = "top-k over tokens"
-CONSTANT = "a constant"  # among sources, in place of a placeholder's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +29,6 @@ class Mixing:
         decided: whether it does so for certain; if not, only a trial can tell.
         storage: the memory written, for "padded rows are written"; else -1.
         index: the placeholder whose values say where that write goes, if it is one; else "".
-        inside: of "padded rows as an index": the condition under which they lie inside, in symbols
-            and placeholders, which stand for what padded rows of them hold; None if none is known.
-        sources: of the same: the placeholders and symbols that these indices follow from.
     """
 
     kind: str
@@ -42,8 +36,6 @@ class Mixing:
     decided: bool
     storage: int = -1
     index: str = ""
-    inside: sympy.Basic | None = None
-    sources: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

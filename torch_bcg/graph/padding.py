@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import sympy
+from dataclasses import dataclass
 
 from torch_bcg.graph.buckets import RowDim
 from torch_bcg.graph.ir import (
@@ -27,16 +25,7 @@ from torch_bcg.graph.ir import (
     TensorSpec,
     Value,
 )
-from torch_bcg.graph.known import (
-    CONSTANT,
-    LOOKED_UP,
-    TOP_K,
-    WRITTEN,
-    Facts,
-    Mixing,
-    TensorFact,
-)
-from torch_bcg.graph.lookups import Lookups, free_of
+from torch_bcg.graph.known import TOP_K, WRITTEN, Facts, Mixing, TensorFact
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sorting import where
 
@@ -51,8 +40,6 @@ class Request:
         independent: the author vouches that no row sees a later one.
         fills: (placeholder, number) for padded rows of arguments that are not to be zero.
         refused: what a trial found, or None.
-        constants: placeholders that are parameters or buffers, which nobody else is taken to write,
-            with the least and the largest number of those that are integers.
     """
 
     rows: RowDim | str
@@ -60,21 +47,15 @@ class Request:
     independent: bool
     fills: tuple[tuple[str, float], ...] = ()
     refused: Reason | None = None
-    constants: Mapping[str, tuple[int, int] | None] = field(default_factory=dict)
 
 
-def with_padding(
-    plan: Plan, facts: Facts, lowering: Lowering, request: Request
-) -> tuple[Plan, tuple[sympy.Basic, ...]]:
-    """``plan`` with `Plan.padding`, and with `Segment.fronts` where it is padded.
-
-    Beside it, in symbols of the key, the conditions under which padded rows index inside.
-    """
+def with_padding(plan: Plan, facts: Facts, lowering: Lowering, request: Request) -> Plan:
+    """``plan`` with `Plan.padding`, and with `Segment.fronts` where it is padded."""
     if plan.unrecorded is not None:
-        return plan, ()
+        return plan
     if isinstance(request.rows, str):
         padding = Padding(refused=Reason("no padded size", "", detail=request.rows))
-        return dataclasses.replace(plan, padding=padding), ()
+        return dataclasses.replace(plan, padding=padding)
     padder = _Padder(plan, facts, lowering, request)
     found = request.refused or padder.refused()
     padding = Padding(
@@ -88,7 +69,7 @@ def with_padding(
         () if found else padder.reserved(),
     )
     plan = dataclasses.replace(plan, padding=padding)
-    return (plan, ()) if found else (padder.with_fronts(plan), padder.conditions())
+    return plan if found else padder.with_fronts(plan)
 
 
 class _Padder:
@@ -103,9 +84,6 @@ class _Padder:
             if self.uncut[s.index] and not any(r.kind == "mark" for r in s.reasons)
         }
         self.declared = dict(request.fills)
-        live = [s for s in self.eager if s.index not in self.all_rows]
-        constants = {**request.constants, CONSTANT: None}
-        self.lookups = Lookups(plan, facts, lowering, live, self.declared, constants)
         self.maker = {n: s.index for s in self.eager for n in s.outputs}
 
     def tensors(self, name: str) -> tuple[TensorFact, ...]:
@@ -164,22 +142,11 @@ class _Padder:
         collective = next(filter(self.is_collective, self.on_all_rows()), None)
         if collective is not None and self.tried():  # of which one rank alone must not run one more
             return self.reason("collective", collective, "a trial would call it")
-        mixed = [m for m in self.mixing() if self.is_refused(*m)]
-        mixed.sort(key=lambda m: (m[1].kind == LOOKED_UP, not m[1].kind.startswith("contraction")))
-        return self.reason(mixed[0][1].kind, mixed[0][0], self.detail(*mixed[0])) if mixed else None
+        mixed = [m for m in self.mixing() if self.is_refused(m[1])]
+        mixed.sort(key=lambda m: not m[1].kind.startswith("contraction"))
+        return self.reason(mixed[0][1].kind, mixed[0][0], mixed[0][1].operator) if mixed else None
 
-    def detail(self, name: str, m: Mixing) -> str:
-        """What an operator is refused for."""
-        if m.kind != LOOKED_UP:
-            return m.operator
-        if self.lookups.condition(name, m) is None:
-            return f"{m.operator}, which may lie outside in another call"
-        held = [f"{a}: {n:g}" for a, n in self.declared.items() if a in map(str, free_of(m))]
-        return f"{m.operator}, outside where rows hold {', '.join(held) or 'zero'}"
-
-    def is_refused(self, name: str, m: Mixing) -> bool:
-        if m.kind == LOOKED_UP:
-            return not self.lookups.is_safe(name, m)
+    def is_refused(self, m: Mixing) -> bool:
         if m.kind == WRITTEN and self.is_outer(m.storage):
             return m.index not in self.declared
         # Nobody's word makes equal numbers be chosen alike among more of them.
@@ -203,17 +170,11 @@ class _Padder:
             (m.kind, m.operator): self.reason(m.kind, name, m.operator)
             for name, m in self.mixing()
             if not (m.kind == WRITTEN and m.index in self.declared)
-            and not (m.kind == LOOKED_UP and self.lookups.condition(name, m) is not None)
         }
         doubtful = (n for n in self.seen_by_others() if any(t.uncut for t in self.tensors(n)))
         for name in () if found else doubtful:
             found["", name] = self.reason("rows rearranged", name, self.tensors(name)[0].uncut)
         return tuple(found.values())
-
-    def conditions(self) -> tuple[sympy.Basic, ...]:
-        """What has to hold of a padded size."""
-        found = (self.lookups.condition(n, m) for n, m in self.mixing() if m.kind == LOOKED_UP)
-        return tuple(dict.fromkeys(c for c in found if c is not None and c.free_symbols))
 
     def reserved(self) -> tuple[tuple[int, int], ...]:
         """(storage, row) of memory that padded rows may be written to."""

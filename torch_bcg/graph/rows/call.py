@@ -6,12 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import sympy
 import torch
 
-from torch_bcg.graph.known import FROM_THE_END, LOOKED_UP
-from torch_bcg.graph.rows.integers import Numbers
-from torch_bcg.graph.rows.ranges import inside
+from torch_bcg.graph.known import LOOKED_UP
 from torch_bcg.graph.rows.states import ODD, State, States, Symbol, joined
 
 POSITIONS = "arange()"  # in place of a placeholder's name: every value is its own position
@@ -28,12 +25,6 @@ class Known(Protocol):
     def name(self, x: object) -> str:
         """The placeholder whose values these are, `POSITIONS`, or ""."""
 
-    def whole(self, x: torch.Tensor) -> Numbers:
-        """What is known of all its rows."""
-
-    def tail(self, x: torch.Tensor) -> Numbers:
-        """What is known of its padded rows."""
-
 
 @dataclass(frozen=True)
 class Found:
@@ -45,8 +36,6 @@ class Found:
     memory: torch.Tensor | None = None
     index: str = ""
     result: torch.Tensor | None = None
-    inside: sympy.Basic | None = None
-    sources: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -94,25 +83,14 @@ class Call:
         result = self.out[0] if self.out else None
         self.found.append(Found(kind, self.operator, decided, result=result))
 
-    def looks_up(self, index: Any, size: Any, signed: bool = False) -> None:
-        """Notes that a dim is indexed with what padded rows hold, unless that lies inside.
+    def looks_up(self, index: Any) -> None:
+        """Notes that a table without rows is indexed with what padded rows hold.
 
-        ``signed``: negative indices count from the end.
+        Of an argument they hold zero, or what the author declares; anything else may lie outside.
         """
-        if not isinstance(index, torch.Tensor) or not self.known.symbol.held_by(index):
-            return
-        padded = self.known.tail(index)
-        condition = inside(padded.range, size, signed)
-        if condition != sympy.true:
-            found = Found(
-                LOOKED_UP, self.operator, False, None, "", None, condition, padded.sources
-            )
-            self.found.append(found)
-
-    def counts(self, index: torch.Tensor) -> None:
-        """Notes that an index into rows may be negative: the last row of a call is another one."""
-        if not self.known.whole(index).range.natural:
-            self.mixes(FROM_THE_END)
+        name = self.known.name(index)
+        if self.known.symbol.held_by(index) and name in ("", POSITIONS):
+            self.mixes(LOOKED_UP, decided=False)
 
     def undecided(self) -> None:
         """Notes that only a trial can tell; the operator's name is the kind."""

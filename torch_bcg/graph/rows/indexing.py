@@ -6,26 +6,16 @@ import torch
 
 from torch_bcg.graph.known import WRITTEN
 from torch_bcg.graph.rows.call import POSITIONS, Call, dims_of
-from torch_bcg.graph.rows.states import ODD, State, States, Token, fresh, lag_of
-
-
-def _read(call: Call, x: torch.Tensor, dim: int, index: torch.Tensor, signed: bool = False) -> None:
-    """Positions of one dim that a tensor says; ``signed``: negative ones count from the end."""
-    call.looks_up(index, x.shape[dim], signed)
-    state = call.states(x)[dim]
-    if state is None:
-        return
-    call.undecided()
-    if signed:
-        call.counts(index)
-    if lag_of(state) < 0 and call.known.symbol.exact(x.shape[dim]):  # its last rows are padding
-        call.mixes("shifted rows at positions")
+from torch_bcg.graph.rows.states import ODD, State, States, Token, fresh
 
 
 def embedding(call: Call) -> list[States]:
     """Rows of a table; a table of rows is asked for at positions nobody knows."""
     weight = call.states(call["weight"])
-    _read(call, call["weight"], 0, call["indices"])
+    if weight[0] is not None:
+        call.undecided()
+    else:
+        call.looks_up(call["indices"])
     return [(*map(fresh, call.states(call["indices"])), *map(fresh, weight[1:]))]
 
 
@@ -36,7 +26,10 @@ def index_select(call: Call) -> list[States]:
     if not states:
         return [()]
     (dim,) = dims_of(call["dim"], x.dim())
-    _read(call, x, dim, call["index"])
+    if states[dim] is not None:
+        call.undecided()
+    else:
+        call.looks_up(call["index"])
     index = call.states(call["index"])
     states[dim] = fresh(index[0]) if index else None
     return [tuple(states)]
@@ -70,25 +63,22 @@ def index(call: Call) -> list[States]:
             call.undecided()
         return call.unknown()
     for d, tensor in zip(dims, tensors, strict=True):
-        if states[d] is not None and _at_own(call, states[d], tensor):
-            among = _joined(call, states[d], tensor, among)
+        if states[d] is None:
+            call.looks_up(tensor)
         else:
-            _read(call, call.first, d, tensor, signed=True)
+            among = _at_positions(call, states[d], tensor, among)
     return [_placed(states, dims, among) if dims else states]
 
 
-def _at_own(call: Call, state: State, positions: torch.Tensor) -> bool:
-    """Whether rows are read at positions of which every one is its own, as masks ask for them."""
-    holding = [s for s in call.states(positions) if s is not None]
-    single = len(holding) == 1 and isinstance(holding[0], Token)
-    return call.known.name(positions) == POSITIONS and isinstance(state, Token) and single
-
-
-def _joined(call: Call, state: State, positions: torch.Tensor, among: States) -> States:
-    """Rows at their own positions stay what they are."""
+def _at_positions(call: Call, state: State, positions: torch.Tensor, among: States) -> States:
+    """Rows at positions: where every position is its own, as masks ask for, they stay."""
     own = call.states(positions)
-    holding = next(d for d, s in enumerate(own) if s is not None)
-    at = holding - len(own) + len(among)
+    holding = [d for d, s in enumerate(own) if s is not None]
+    single = len(holding) == 1 and isinstance(own[holding[0]], Token)
+    if call.known.name(positions) != POSITIONS or not isinstance(state, Token) or not single:
+        call.undecided()
+        return among
+    at = holding[0] - len(own) + len(among)
     return (*among[:at], call.join(among[at], state), *among[at + 1 :])
 
 
@@ -101,8 +91,6 @@ def index_put(call: Call) -> list[States]:
     if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
         call.undecided()
         return [tuple(map(fresh, states))]
-    for d, tensor in zip(dims, tensors, strict=True):
-        call.looks_up(tensor, call.first.shape[d], signed=True)
     target = _placed(states, dims, among)
     written = call.broadcast([target, values], len(target))
     # Rows of values count as well: an index of another size is a symbol of its own.
@@ -112,9 +100,6 @@ def index_put(call: Call) -> list[States]:
         return [tuple(map(fresh, states))]
     if any(states[d] is not None for d in dims):
         call.undecided()
-        for d, tensor in zip(dims, tensors, strict=True):
-            if states[d] is not None:
-                call.counts(tensor)
         return [tuple(map(fresh, states))]
     rest = iter(_rest_of(written, dims, len(among)))
     return [tuple(fresh(s) if d in dims else next(rest) for d, s in enumerate(states))]
@@ -137,7 +122,8 @@ def gather(call: Call) -> list[States]:
     if not states:
         return [tuple(map(fresh, positions))]
     (dim,) = dims_of(call["dim"], x.dim())
-    _read(call, x, dim, call["index"])
+    if states[dim] is not None:
+        call.undecided()
     pairs = enumerate(zip(states, positions, strict=True))
     return [tuple(fresh(i) if d == dim or i is None else call.join(s, i) for d, (s, i) in pairs)]
 
@@ -154,7 +140,6 @@ def scatter(call: Call) -> list[States]:
     if not states:
         return [states]
     (dim,) = dims_of(call["dim"], x.dim())
-    call.looks_up(call["index"], x.shape[dim])
     result = []
     for d, (s, i) in enumerate(zip(states, positions, strict=True)):
         if i is not None and (s is None or d == dim):
@@ -180,15 +165,11 @@ def along(call: Call) -> list[States]:
         return [states]
     (dim,) = dims_of(call["dim"], x.dim())
     moved = (*positions, *source[dim : dim + 1])
-    signed = call.name == "index_fill"
-    call.looks_up(call["index"], x.shape[dim], signed)
     if _placed_rows(moved):
         if not call.outward:
             call.mixes(WRITTEN)
     elif states[dim] is not None:
         call.undecided()
-        if signed:
-            call.counts(call["index"])
     if len(source) == len(states):
         source = (*source[:dim], None, *source[dim + 1 :])
         return [call.broadcast([states, source], len(states))]
@@ -202,34 +183,18 @@ def masked_scatter(call: Call) -> list[States]:
     return [tuple(ODD if s is not None else None for s in states)]
 
 
-def take(call: Call) -> list[States]:
-    """``take``: positions of all dims counted as one."""
-    x, index = call.first, call["index"]
-    _flat(call, x, index)
-    return [tuple(map(fresh, call.states(index)))]
-
-
 def put(call: Call) -> list[States]:
     """``put``: values at positions of all dims counted as one."""
-    x, index = call.first, call["index"]
+    states, index = call.states(call.first), call["index"]
     call.index = [index]
     if _placed_rows(call.states(index)):
-        call.looks_up(index, x.numel(), signed=True)
         if not call.outward:
             call.mixes(WRITTEN)
-    else:
-        _flat(call, x, index)
-    return [tuple(map(fresh, call.states(x)))]
-
-
-def _flat(call: Call, x: torch.Tensor, index: torch.Tensor) -> None:
-    call.looks_up(index, x.numel(), signed=True)
-    states = call.states(x)
-    if _placed_rows(states):
+    elif _placed_rows(states):
         call.undecided()
-        call.counts(index)
     if _placed_rows(states[1:]):
         call.mixes("rows counted through")
+    return [tuple(map(fresh, states))]
 
 
 def isin(call: Call) -> list[States]:

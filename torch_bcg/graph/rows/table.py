@@ -19,16 +19,6 @@ class Entry(NamedTuple):
     rule: Rule
     sizes: frozenset[str] = frozenset()
 
-    @property
-    def is_known(self) -> bool:
-        """Whether results follow from arguments, as far as a rule knows."""
-        return self.rule not in (compute.random, compute.unknown)
-
-    @property
-    def keeps_places(self) -> bool:
-        """Whether a position of the result follows from the same position of the arguments."""
-        return self.rule in (compute.pointwise, compute.factory, compute.like)
-
 
 # Pointwise operators that torch does not tag so.
 _POINTWISE = """
@@ -100,7 +90,6 @@ _INDEXING: dict[str, Rule] = {
     "scatter scatter_add scatter_reduce": indexing.scatter,
     "index_add index_copy index_fill index_reduce": indexing.along,
     "masked_scatter": indexing.masked_scatter,
-    "take": indexing.take,
     "put": indexing.put,
     "isin": indexing.isin,
 }

@@ -10,11 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torch_bcg.graph.geometry import storage_id
-from torch_bcg.graph.known import CONSTANT, WRITTEN, Mixing
+from torch_bcg.graph.known import WRITTEN, Mixing
 from torch_bcg.graph.rows.call import POSITIONS, Call, Found
-from torch_bcg.graph.rows.integers import READS, Integers, Numbers
 from torch_bcg.graph.rows.states import (
-    NO_ROWS,
     ODD,
     Merged,
     Odd,
@@ -25,10 +23,8 @@ from torch_bcg.graph.rows.states import (
     cut_of,
     lag_of,
 )
-from torch_bcg.graph.rows.table import VIEWS, Entry, base_name, entry_for
+from torch_bcg.graph.rows.table import VIEWS, base_name, entry_for
 
-# Which put what is in a place to the same place, beside what works position by position.
-_PLACED = VIEWS | READS | {"cat", "stack", "constant_pad_nd", "repeat"}
 _CARRY = frozenset({"_to_copy", "clone", "arange", "add"})
 
 
@@ -43,7 +39,6 @@ class Tracker:
         self.lowest: dict[int, float] = {}  # storage -> the lowest lag written into it
         self.names: dict[int, str] = {}
         self.outer: set[int] = set()  # storages of arguments and constants
-        self.integers = Integers()
         self.found: list[Found] = []
 
     # States.
@@ -59,16 +54,6 @@ class Tracker:
         """The placeholder whose values these are, `POSITIONS`, or ""."""
         return self.names.get(id(x), "")
 
-    def whole(self, x: torch.Tensor) -> Numbers:
-        """What is known of all rows of a tensor of integers."""
-        return self.integers.whole(x)
-
-    def tail(self, x: torch.Tensor) -> Numbers:
-        """What is known of its padded rows: of those that a call does not have in this place."""
-        holding = [s for s in self.states(x) if s is not None]
-        behind = bool(holding) and all(map(_ends_padded, holding))
-        return self.integers.tail(x) if behind else self.integers.whole(x)
-
     def keep(self, x: torch.Tensor, states: States) -> None:
         """Notes the states of a tensor."""
         if id(x) not in self.table:
@@ -78,9 +63,7 @@ class Tracker:
     def given(self, x: torch.Tensor, placeholder: str = "") -> None:
         """Notes an argument or a constant of the graph."""
         self.outer.add(storage_id(x))
-        rows = self.symbol.held_by(x)
-        self.integers.given(x, placeholder or CONSTANT, rows and not x.is_floating_point())
-        if rows:
+        if self.symbol.held_by(x):
             self.keep(x, self.symbol.given(x.shape))
             if placeholder:
                 self.names[id(x)] = placeholder
@@ -112,24 +95,23 @@ class Tracker:
     ) -> None:
         """Follows rows through one dispatched operator."""
         results = tree_leaves(out)
-        name, entry = base_name(operator), entry_for(operator, base_name(operator))
+        if not self.touches((*tree_leaves((args, kwargs)), *results)):
+            self._unsettled(args, operator)
+            return
+        name = base_name(operator)
         arguments = {
             a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
             for i, a in enumerate(operator._schema.arguments)
         }
         made = [x for x in results if isinstance(x, torch.Tensor)]
         written = _written(operator, arguments)
-        if not self.touches((*tree_leaves((args, kwargs)), *results)):
-            self._count(entry, name, arguments, made, written)
-            self._unsettled(args, operator)
-            return
         outward = any(not self.symbol.held_by(x) for x in written)
         call = Call(name, operator.name().removesuffix(".default"), arguments, made, self, outward)
+        entry = entry_for(operator, name)
         for argument, value in arguments.items():
             if argument not in entry.sizes and self.symbol.holds(value):
                 call.mixes("size used as a value")
         states = list(entry.rule(call))
-        self._count(entry, name, arguments, made, written)
         states += call.unknown()[len(states) :]
         for x, known in zip(made, states, strict=False):
             self._settle(call, x, known, any(x is w for w in written))
@@ -141,8 +123,6 @@ class Tracker:
 
     def opaque(self, name: str, leaves: Iterable[object]) -> None:
         """A higher-order operator, of which nothing is seen."""
-        leaves = tuple(leaves)
-        self.integers.forget(leaves)
         if self.touches(leaves):
             self.found.append(Found("operator", name, decided=False))
 
@@ -156,27 +136,10 @@ class Tracker:
                 f.decided,
                 -1 if f.memory is None else number(f.memory),
                 f.index,
-                f.inside,
-                f.sources,
             )
             for f in found
         )
         return tuple(dict.fromkeys(made))
-
-    def _count(
-        self,
-        entry: Entry,
-        name: str,
-        arguments: Mapping[str, Any],
-        made: Sequence[torch.Tensor],
-        written: Sequence[torch.Tensor],
-    ) -> None:
-        """Follows numbers; what draws random ones or is not known may give any."""
-        if entry.is_known:
-            tail = self.tail if entry.keeps_places or name in _PLACED else None
-            self.integers.follow(name, arguments, made, written, tail)
-        else:
-            self.integers.forget((*made, *written))
 
     def _unsettled(self, args: Sequence[Any], operator: torch._ops.OpOverload) -> None:
         """``one_hot`` checks all classes: the check it makes in the same node is no row's value."""
@@ -261,14 +224,6 @@ class Tracker:
             shifted = zip(before, after, strict=True)
             if any(lag_of(a) < 0 <= lag_of(b) for b, a in shifted):
                 call.mixes("shifted rows are written", decided=False)
-
-
-def _ends_padded(state: State) -> bool:
-    """Whether padded rows alone stand behind those of a call, where a call ends."""
-    token = state.token if isinstance(state, Merged) else state
-    if not isinstance(token, Token) or token.short:
-        return False
-    return token.lag <= 0 or (token.lag == NO_ROWS and not token.inside)  # one row, expanded
 
 
 def is_index(x: object) -> bool:
