@@ -93,11 +93,27 @@ def another_forward(hf):
     head.forward = lambda x: torch.nn.functional.linear(x, 2 * head.weight)
 
 
+def another_norm(hf):
+    hf.model.norm = torch.nn.RMSNorm(64)
+
+
+def no_norm(hf):
+    hf.get_submodule(LAYER).input_layernorm = torch.nn.Identity()
+
+
+def another_linear(hf):
+    class Doubled(torch.nn.Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    hf.lm_head.__class__ = Doubled
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
         (adapted, f"{LAYER}.self_attn.q_a_proj"),
-        (adapted_by_a_parametrization, f"{LAYER}.self_attn.q_a_proj.parametrizations"),
+        (adapted_by_a_parametrization, f"{LAYER}.self_attn.q_a_proj"),
         (bias, f"{LAYER}.self_attn.kv_proj.bias"),
         (bias_of_half_the_experts, f"{LAYER}.mlp.shared_experts.up_proj.bias"),
         (bias_of_the_head, "lm_head.bias"),
@@ -105,6 +121,9 @@ def another_forward(hf):
         (a_hook, LAYER),
         (a_hook_before, f"{LAYER}.mlp"),
         (another_forward, "lm_head"),
+        (another_norm, "model.norm"),
+        (no_norm, f"{LAYER}.input_layernorm"),
+        (another_linear, "lm_head"),
     ],
 )
 def test_what_has_no_place_here(hf, change, name):

@@ -21,6 +21,9 @@ from torch_bcg.errors import BCGError
 # Parts of names of what transformers keeps in float32 whatever the dtype.
 _FLOAT32 = ("norm", "_hc.", "hc_head.", "sinks", "position_bias", "e_score_correction_bias")
 
+# What transformers makes of torch's own; functions (`torch.nn.SiLU`) are compared by what they do.
+_OF_TORCH = (nn.Linear, nn.Embedding, nn.ModuleList)
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -46,8 +49,9 @@ def check_forwards(hf_model: nn.Module) -> None:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         if isinstance(module, torch._dynamo.OptimizedModule):
             continue  # computes what the module in it does, which is looked at as well
-        of = type(module).forward.__module__
-        if "forward" in vars(module) or not of.startswith(("transformers.", "torch.nn.")):
+        of = type(module).__module__
+        theirs = of.startswith(("transformers.", torch.nn.modules.activation.__name__))
+        if "forward" in vars(module) or not (theirs or type(module) in _OF_TORCH):
             raise unfit(path, "the forward of transformers", f"a {kind} with another one", fix)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             # Those of transformers only watch.
