@@ -420,42 +420,36 @@ def row_of(x: Tensor, i: Tensor) -> Tensor:
 row_of.register_fake(lambda x, i: torch.empty_like(x))
 
 
-def test_index_into_padding(device):
-    def fn(x, i):
-        return row_of(plus_one(x), i) * 2
-
-    first, last = (torch.tensor([i], device=device) for i in (0, 6))
+def finds_padding(fn, right, wrong):
+    """Whatever rows the call has: silently, and raised by ``check="poison"``."""
     for check in ("address", "poison"):
         torch._dynamo.reset()
         compiled = torch.compile(fn, backend="bcg", options={"buckets": [8], "check": check})
         with torch.inference_mode():
             for _ in range(4):
-                x = tokens(device, 5)
-                assert_same(compiled(x, first), fn(x, first), exact=False)
+                x = tokens(right.device, 5)
+                assert_same(compiled(x, right), fn(x, right), exact=False)
             if check == "poison":
                 with pytest.raises(CheckError, match="replayed than run eagerly"):
-                    compiled(x, last)
-            else:  # row 6 of 8 is padding; eager takes the last of 5
-                assert not torch.equal(compiled(x, last), fn(x, last))
+                    compiled(x, wrong)
+            else:
+                assert not torch.equal(compiled(x, wrong), fn(x, wrong))
+
+
+def test_index_into_padding(device):
+    def fn(x, i):
+        return row_of(plus_one(x), i) * 2
+
+    # Row 6 of 8 is padding; eager takes the last of 5.
+    finds_padding(fn, *(torch.tensor([i], device=device) for i in (0, 6)))
 
 
 def test_negative_index(device):
     def fn(x, i):
         return plus_one(x)[i] * 2
 
-    first, last = (torch.tensor([i, 0], device=device) for i in (1, -1))
-    for check in ("address", "poison"):
-        torch._dynamo.reset()
-        compiled = torch.compile(fn, backend="bcg", options={"buckets": [8], "check": check})
-        with torch.inference_mode():
-            for _ in range(4):
-                x = tokens(device, 5)
-                assert_same(compiled(x, first), fn(x, first), exact=False)
-            if check == "poison":
-                with pytest.raises(CheckError, match="replayed than run eagerly"):
-                    compiled(x, last)
-            else:  # row 7 of 8 is padding; eager takes row 4 of 5
-                assert not torch.equal(compiled(x, last), fn(x, last))
+    # Row 7 of 8 is padding; eager takes row 4 of 5.
+    finds_padding(fn, *(torch.tensor([i, 0], device=device) for i in (1, -1)))
 
 
 def test_growing_positions():

@@ -65,8 +65,7 @@ def argument_names(gm: fx.GraphModule) -> dict[str, str]:
     current = transaction()
     if current is None:
         return {}
-    code, scope = _frame_of(current).f_code, current.output.local_scope
-    behind = _parameters_behind(code, scope)
+    code, _, behind = _frame_of(current)
     names = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         text = source_text(node)
@@ -85,8 +84,7 @@ def names_in_scope() -> frozenset[str]:
     current = transaction()
     if current is None:
         return frozenset()
-    code, scope = _frame_of(current).f_code, current.output.local_scope
-    behind = _parameters_behind(code, scope)
+    code, scope, behind = _frame_of(current)
     there = [at for name, x in scope.items() for at in _inside(f"L[{name!r}]", x)]
     metadata = [x for _, x in there if registrations_of(type(x))] + bound_objects()
     instances = [instance_of(x, ()) for x in metadata]
@@ -105,9 +103,13 @@ def _inside(text: str, x: object, depth: int = 3) -> Iterator[tuple[str, object]
             yield from _inside(f"{text}{step}", value, depth - 1)
 
 
-def _frame_of(current: Any) -> Any:
-    """The translation of the frame whose arguments are those of the graph."""
-    return getattr(current.output, "root_tx", None) or current
+def _frame_of(
+    current: Any,
+) -> tuple[types.CodeType, Mapping[str, Any], Sequence[inspect.Parameter]]:
+    """Code and variables of the frame whose arguments are the graph's, and `_parameters_behind`."""
+    frame = getattr(current.output, "root_tx", None) or current
+    code, scope = frame.f_code, current.output.local_scope
+    return code, scope, _parameters_behind(code, scope)
 
 
 def _readable(text: str, code: types.CodeType, behind: Sequence[inspect.Parameter]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.eval_frame import (  # the one place that looks into Dynamo's caches
     OptimizedModule,
     _debug_get_cache_entry_list,
@@ -264,6 +265,11 @@ def graphs_of(compiled: Callable[..., Any]) -> list[CompiledGraph]:
             graphs = [innermost_fn(v) for n, v in values if n.startswith("__compiled_fn")]
             found += [g for g in graphs if isinstance(g, CompiledGraph) and g not in found]
     return found
+
+
+def forget_graphs(code: types.CodeType) -> None:
+    """Makes Dynamo let go of all graphs of a code object, and so of what they keep alive."""
+    reset_code(code)
 
 
 def _functions(compiled: Callable[..., Any]) -> list[types.FunctionType]:

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import reset_code
 
 import torch_bcg
 from torch_bcg.dsv4.fields import ExtendBatch
@@ -27,6 +26,7 @@ from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
 from torch_bcg.errors import BCGError
 from torch_bcg.graph.buckets import LADDER
+from torch_bcg.programs import forget_graphs
 
 OF_TORCH_COMPILE = ("guard_filter_fn",)  # options that it takes, and the backend never sees
 
@@ -58,7 +58,7 @@ def _body_of(model: DeepseekV4, pools: Pools) -> Body:
     own: type[Body] = type(Body.__name__, (Body,), {"forward": forward})
     body = own(model, pools)
     # Dynamo keeps graphs with the code, and names them in the globals: they would never go.
-    weakref.finalize(body, reset_code, code).atexit = False
+    weakref.finalize(body, forget_graphs, code).atexit = False
     return body
 
 
