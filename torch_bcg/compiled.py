@@ -164,7 +164,9 @@ class CompiledGraph:
 
     def partition(self, facts: Facts) -> Partition:
         """The graph cut at marks and at what cannot be recorded."""
-        return partition(self.gm, facts, self.mark_of, self.found, self.options.min_segment_kernels)
+        options = self.options
+        least, compared = options.min_segment_kernels, self.static if options.opens else ()
+        return partition(self.gm, facts, self.mark_of, self.found, least, compared)
 
     def mark_of(self, node: fx.Node) -> marking.Mark | None:
         """The mark on a node: made for everybody, for this compile, or on the module that runs."""

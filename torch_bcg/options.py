@@ -176,6 +176,14 @@ class Options:
             values["execute"] = "off"
         return cls(**values)
 
+    @property
+    def opens(self) -> bool:
+        """Whether a replay may begin before all addresses are compared.
+
+        What looks at a segment, or hands out its memory, would notice one that runs in vain.
+        """
+        return self.check == ("address",) and self.outputs == "clone"
+
     def unrecorded(self, index: int) -> bool:
         """Whether ``execute`` asks that the segment with this number runs unrecorded."""
         if self.execute in ("segments", "off"):

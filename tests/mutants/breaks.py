@@ -20,7 +20,7 @@ from mutants.recorders import (
     one_seed,
     recorders,
 )
-from torch_bcg.graph import modes
+from torch_bcg.graph import modes, plan
 from torch_bcg.graph.plan import _Planner
 from torch_bcg.runtime import calls, memory, probe, statics, steps
 from torch_bcg.runtime.collection import Programs
@@ -188,7 +188,7 @@ MUTANTS = {
     "never replays": replaced(Programs, "find", always(None)),
     "address not in the key": replaced(statics, "same_addresses", always(True)),
     "late addresses not compared": replaced(Statics, "match_late", always(True)),
-    "every first segment runs twice": replaced(_Planner, "is_repeatable", always(True)),
+    "every first segment runs twice": replaced(plan, "is_repeatable", always(True)),
     "moved tensors unseen": replaced(Statics, "moved", always([])),
     "dead programs kept": replaced(Programs, "drop", always(None)),
     "programs not freed": replaced(Program, "free", always(None)),

@@ -7,7 +7,7 @@ level form one item that no cut divides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -15,6 +15,7 @@ from torch import fx
 from torch_bcg.graph.forks import check_joined
 from torch_bcg.graph.ir import Reason
 from torch_bcg.graph.known import Facts
+from torch_bcg.graph.openings import divided
 from torch_bcg.graph.sorting import Sorter, where
 from torch_bcg.marking import Mark
 
@@ -54,17 +55,28 @@ def partition(
     mark_of: Callable[[fx.Node], Mark | None],
     found: Mapping[str, Reason],
     min_segment_kernels: int = 1,
+    compared: Collection[str] = (),
 ) -> Partition:
-    """Cuts the graph; ``found`` are the probe's reasons by node name."""
+    """Cuts the graph.
+
+    Args:
+        gm: the graph.
+        facts: of its nodes.
+        mark_of: the mark on a node, if there is one.
+        found: the probe's reasons by node name.
+        min_segment_kernels: what fewer kernels make is not recorded.
+        compared: names of the arguments whose addresses a call compares when it has begun.
+    """
     sorter = Sorter(gm, facts, mark_of, found)
     items = sorter.items()
     if facts.whole is None:
         check_joined(gm.graph, facts, items, found)
     stretches: list[Stretch] = []
     scratch: list[fx.Node] = []
-    run: list[fx.Node] = []
+    items_of_run: list[list[fx.Node]] = []
 
     def end_run() -> None:
+        run = [n for item in items_of_run for n in item]
         kernels = sum(facts.nodes[n.name].kernels for n in run)
         if kernels == 0:
             scratch.extend(n for n in run if facts.nodes[n.name].kind == "alloc")
@@ -74,9 +86,12 @@ def partition(
         elif kernels < min_segment_kernels:
             few = Reason("few kernels", run[0].name, where(run[0]), f"{kernels}")
             _append(stretches, run, [few])
+        elif stretches or not compared:
+            stretches.append(Stretch(run))
         else:
-            stretches.append(Stretch(list(run)))
-        run.clear()
+            parts = divided(items_of_run, gm, facts, compared, max(1, min_segment_kernels))
+            stretches.extend(Stretch([n for item in part for n in item]) for part in parts)
+        items_of_run.clear()
 
     for nodes, reasons in items:
         if not reasons and sorter.is_like(nodes):
@@ -85,7 +100,7 @@ def partition(
             end_run()
             _append(stretches, nodes, reasons)
         else:
-            run.extend(nodes)
+            items_of_run.append(nodes)
     end_run()
     return Partition(
         stretches, scratch, sorter.constants, sorter.live, sorter.numbers, sorter.number_operands

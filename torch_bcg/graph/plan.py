@@ -9,7 +9,7 @@ recorded one is bridged. All of it is decided per storage, so views never disagr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -29,6 +29,7 @@ from torch_bcg.graph.ir import (
 )
 from torch_bcg.graph.known import Facts, NodeFacts, TensorFact
 from torch_bcg.graph.lower import Lowering, Needs
+from torch_bcg.graph.openings import given_in, is_repeatable
 from torch_bcg.graph.partition import Partition, Stretch
 from torch_bcg.graph.sorting import where
 
@@ -80,6 +81,11 @@ class _Planner(Homes):
                 dtype = self.facts.nodes[node.name].tensors[0].spec.dtype
                 found[node.name, index] = NumberSlot(f"{number.name}_{dtype}", number.name, dtype)
         return found
+
+    @functools.cached_property
+    def is_given(self) -> Callable[[int], bool]:
+        """Whether a storage is an argument's, or one that the graph holds."""
+        return given_in(self.gm, self.facts)
 
     # segments
 
@@ -205,20 +211,9 @@ class _Planner(Homes):
         if stretch.reasons:
             return EagerSegment(**common, reasons=tuple(stretch.reasons))  # type: ignore[arg-type]
         own = [(n, i, s.name) for (n, i), s in slots.items() if n in set(names)]
-        repeatable = self.is_repeatable(names, written)
+        repeatable = is_repeatable(stretch.nodes, self.facts, self.is_given)
         common |= {"number_slots": tuple(own), "repeatable": repeatable}
         return GraphSegment(**common)  # type: ignore[arg-type]
-
-    def is_repeatable(self, names: Iterable[str], written: Iterable[int]) -> bool:
-        """Whether nodes write memory of the program alone, draw nothing and talk to nobody."""
-        if any(self.nodes[self.facts.origin[s]].op in ("placeholder", "get_attr") for s in written):
-            return False
-        for f in (self.facts.nodes[n] for n in names):
-            # An operator of somebody else's may be a collective: other processes count its calls.
-            known = f.operators and all(o.namespace in ("aten", "prims") for o in f.operators)
-            if f.kernels and (f.random or not known):
-                return False
-        return True
 
     def is_unwritten(self, name: str, written: set[int]) -> bool:
         """Whether a node of a segment allocates what the segment does not write."""
