@@ -26,6 +26,7 @@ ORDER = [
     {"eager"},
     {"compiled"},
     {"dynamo"},
+    {"handle"},
     {"programs"},
     {"explain", "warm_up"},
     {""},

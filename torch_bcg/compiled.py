@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch_bcg.eager import (
     tell_pad,
 )
 from torch_bcg.errors import CaptureError
-from torch_bcg.frame import static_arguments, type_of_self
+from torch_bcg.frame import settings_now, static_arguments, type_of_self
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.inline import inlined, without_geometry_changes
@@ -57,12 +57,16 @@ from torch_bcg.runtime.slots import Slots
 from torch_bcg.runtime.statics import Statics
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
-from torch_bcg.sources import check_apart, let_integers_vary, metadata_behind
+from torch_bcg.sources import check_apart, guarded_names, let_integers_vary, metadata_behind
 
 
 def current_generation() -> tuple[int, int]:
     """Changes whenever a mark or a metadata class is made or removed."""
     return marking.generation(), registration.generation()
+
+
+def _always() -> bool:
+    return True
 
 
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
@@ -103,7 +107,7 @@ class CompiledGraph:
             self.gm = without_geometry_changes(self.gm, same_as)
             self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
         self.marks = [marking.resolve(m) for m in options.mark]
-        self.owner = type_of_self()
+        self.owner, self.settings, self.guarded = type_of_self(), settings_now(), guarded_names()
         self.warned: set[str] = set()
         self.unnamed = self.rows.unnamed
         self.inner = None if options.inner == "eager" else Inner(options.inner, self.facts)
@@ -195,21 +199,33 @@ class CompiledGraph:
                     program = self.programs.find(target, args)
             return self.run_for_real(key, args, target)
 
-    def replay(self, program: Program, args: Sequence[Any]) -> Any:
+    def replay(self, program: Program, args: Sequence[Any], same: Callable[[], bool]) -> Any:
         """A call that names its program, past Dynamo and the search for a key.
 
+        Args:
+            program: that fits as far as ``fits`` looks.
+            args: of the graph.
+            same: whether they are still what the compiled function would be called with; asked
+                when late static tensors are compared.
+
         Raises:
-            Misfit: a static tensor lies elsewhere, or is gone.
+            Misfit: they are not; a static tensor lies elsewhere, or is gone.
         """
         with self.pool.lock:
-            prevented = self.pool.prevented()
-            if not prevented:
-                return self.run_program(program, args, self.key(args))
+            prevented, key = self.pool.prevented(), self.key(args)
+            if not prevented and program.at(key).early:
+                return self.run_program(program, args, key, same)
             if self.fits is Statics.match_early and not program.statics.match_late(args):
                 raise Misfit
-            return self.run_inline(args, prevented)
+            if not same():
+                raise Misfit
+            if prevented:
+                return self.run_inline(args, prevented)
+            return self.run_program(program, args, key)
 
-    def run_program(self, program: Program, args: Sequence[Any], key: Key) -> Any:
+    def run_program(
+        self, program: Program, args: Sequence[Any], key: Key, same: Callable[[], bool] = _always
+    ) -> Any:
         """Replays a program that fits as far as ``fits`` looked, unless memory overlaps.
 
         Raises:
@@ -220,7 +236,7 @@ class CompiledGraph:
         except torch.OutOfMemoryError:  # copies for a size that is new; nothing has run
             return self.run_eagerly(args, "out of memory")
         if bound.overlaps is not None and bound.overlaps.found(args) is not None:
-            if bound.early and not program.statics.match_late(args):
+            if bound.early and not (program.statics.match_late(args) and same()):
                 raise Misfit  # it overlaps where a static tensor was, not where it is
             return self.run_eagerly(args, "overlapping arguments")
         if self.aliases is not None:
@@ -230,7 +246,7 @@ class CompiledGraph:
             args = apart
         self.pool.order()
         with self.pool.in_use():
-            result = program.replay(args, bound)
+            result = program.replay(args, bound, same)
         self.count_replay(program, bound)
         return result
 

@@ -20,6 +20,7 @@ __all__ = [
     "MovedError",
     "OptionError",
     "OutputError",
+    "StaleError",
     "StreamError",
 ]
 
@@ -142,6 +143,14 @@ class MovedError(BCGError):
     """A tensor recorded at its own address is now somewhere else, and ``on_moved="error"`` is set.
 
     Raised before any segment runs that reads the old address.
+    """
+
+
+class StaleError(BCGError):
+    """A program that is called directly is no longer the model's: the compiled function finds it.
+
+    It was freed, a tensor moved or was replaced, or marks, metadata classes or settings of torch
+    have changed. Raised before anything that the same call of the compiled function would do twice.
     """
 
 

@@ -1,15 +1,16 @@
-"""What Dynamo knows beyond the graph: whose code it is, what stays in place, gradients."""
+"""What Dynamo knows beside a graph: whose code it is, what stays in place, gradients, settings."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C._dynamo.guards import GlobalStateGuard
 
 from torch_bcg.graph.geometry import has_static_address
 from torch_bcg.metadata.instances import instance_of
@@ -24,6 +25,22 @@ def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> boo
         n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes
     )
     return enabled and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def settings_now() -> Callable[[], str]:
+    """A function that tells which of torch's global settings differ from now, "" if none does.
+
+    Those that Dynamo guards every graph with, such as precisions, autocast, determinism and the
+    default dtype; not the mode of autograd, which changes no value.
+    """
+    then: Any = GlobalStateGuard()
+
+    def differing() -> str:
+        if then.check():
+            return ""
+        return " ".join(name for name in then.reason().split() if name != "grad_mode")
+
+    return differing
 
 
 def type_of_self() -> type | None:

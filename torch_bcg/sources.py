@@ -6,6 +6,7 @@ function that says what it gives.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from torch_bcg.errors import BindingError
-from torch_bcg.metadata.instances import Instance, Read, instance_of
+from torch_bcg.metadata.instances import COMPARED, Instance, Read, instance_of
 from torch_bcg.metadata.registration import (
     BOUND,
     REGISTERED,
@@ -27,9 +28,6 @@ from torch_bcg.metadata.registration import (
     shown_of,
 )
 from torch_bcg.metadata.schema import kind_at, leaves
-
-# Guards that compare what an object holds with what it held.
-_COMPARED = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH")
 
 
 def transaction() -> Any | None:
@@ -63,13 +61,19 @@ def _ways(source: Any) -> Iterator[str]:
         yield _text_of(source)
 
 
-def _sources(gm: fx.GraphModule) -> list[tuple[str, Any]]:
-    """(placeholder, source) of arguments, ("", source) of what guards compare with a constant."""
-    found = [(p.name, getattr(p, "_dynamo_source", None)) for p in _placeholders(gm)]
-    if found and all(source is None for _, source in found):
+def _sources(gm: fx.GraphModule) -> list[tuple[str, str, str, Any]]:
+    """(placeholder, "", text, source) of arguments, ("", kind, text, source) of what guards see."""
+    arguments = [(p.name, getattr(p, "_dynamo_source", None)) for p in _placeholders(gm)]
+    if arguments and all(source is None for _, source in arguments):
         raise _silent("_dynamo_source of placeholders", "no such attribute")
-    found += [("", g.originating_source) for g in _guards() if g.create_fn_name() in _COMPARED]
-    return [(name, source) for name, source in found if source is not None]
+    found = [(name, "", _text_of(s), s) for name, s in arguments if s is not None]
+    for guard in _guards():
+        source = guard.originating_source
+        if source is not None:
+            asked = getattr(guard.create_fn, "keywords", {}).get("attr")  # hasattr of what is there
+            text = _text_of(source) + (f".{asked}" if isinstance(asked, str) else "")
+            found.append(("", guard.create_fn_name(), text, source))
+    return found
 
 
 def _guards() -> list[Any]:
@@ -82,6 +86,18 @@ def _guards() -> list[Any]:
         if not hasattr(guard, "create_fn_name") or not hasattr(guard, "originating_source"):
             raise _silent("create_fn_name and originating_source of a guard", repr(type(guard)))
     return found
+
+
+def guarded_names() -> frozenset[str]:
+    """Last names of what guards compare with a number, a text or None: ``eps``, ``training``.
+
+    Known while Dynamo calls the backend; of objects as of modules.
+    """
+    if transaction() is None:
+        return frozenset()
+    compared = [g for g in _guards() if g.create_fn_name() in COMPARED and g.originating_source]
+    ends = [re.search(r"(\w+)\W*$", _text_of(g.originating_source)) for g in compared]
+    return frozenset(end[1] for end in ends if end is not None)
 
 
 def _placeholders(gm: fx.GraphModule) -> Sequence[fx.Node]:
@@ -122,16 +138,18 @@ def metadata_behind(gm: fx.GraphModule) -> tuple[Instance, ...]:
     scope = {"L": frame.output.local_scope, "G": frame.output.global_scope}
     objects: dict[str, object] = {}
     found: dict[int, tuple[object, list[Read]]] = {}
-    for placeholder, source in _sources(gm):
-        whole = _text_of(source)
-        for text in _ways(source):
+    bound = {id(x) for x in bound_objects()}
+    for placeholder, kind, whole, source in _sources(gm):
+        for text in (whole, *_ways(source)) if kind else _ways(source):
             if text not in objects:
                 objects[text] = _object_at(text, scope)
             if registrations_of(type(objects[text])):
                 path = whole.removeprefix(text).removeprefix(".")
                 reads = found.setdefault(id(objects[text]), (objects[text], []))[1]
-                reads.append(Read(path, placeholder, whole))
-    return tuple(instance_of(metadata, reads) for metadata, reads in found.values())
+                reads.append(Read(path, placeholder, whole, kind))
+    return tuple(
+        instance_of(metadata, reads, id(metadata) in bound) for metadata, reads in found.values()
+    )
 
 
 def check_apart(gm: fx.GraphModule) -> None:

@@ -1,5 +1,6 @@
 """Engines: several over one model, and what stays between their steps."""
 
+import copy
 import dataclasses
 import gc
 
@@ -139,6 +140,142 @@ def test_within_autocast(device, model):
         got = run_requests(model, prompts, chunk_size=7)
     for mine, logits in zip(got, want, strict=True):
         torch.testing.assert_close(mine, logits, rtol=0, atol=1e-4)
+
+
+def refuse(*args):
+    raise AssertionError("the compiled function is called")
+
+
+@pytest.fixture
+def known(device, model):
+    """Two sides whose program of 12 rows has been replayed past Dynamo."""
+    sides = pair(copy.deepcopy(model).to(device), (40, 60))
+    for _ in range(2):
+        same(sides, 12)
+    engine = sides[1].engine
+    compiled, engine.compiled = engine.compiled, refuse
+    with counted() as counts:
+        same(sides, 12)
+    assert (counts.replays, counts.eager_calls) == (1, {})
+    engine.compiled = compiled
+    return sides
+
+
+def negated(x):
+    return torch.nn.Parameter(-x.detach())
+
+
+def replace_a_weight(model):
+    model.layers[1].attention.q_a.weight = negated(model.layers[1].attention.q_a.weight)
+
+
+def replace_behind_the_module(model):
+    held = model.layers[0].attention_mix._parameters
+    name = next(iter(held))
+    held[name] = negated(held[name])
+
+
+def replace_a_module(model):
+    model.norm = copy.deepcopy(model.norm)
+    model.norm.weight.data.mul_(-2)
+
+
+def move_a_weight(model):
+    model.layers[1].attention.o_b.weight.data = -model.layers[1].attention.o_b.weight.data
+
+
+def write_a_weight(model):
+    model.embedding.weight.data.mul_(-1)
+
+
+def load_a_state(model):
+    state = {n: -x if x.is_floating_point() else x for n, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def set_a_number(model):
+    model.layers[0].experts_norm.eps = 3.0
+
+
+def away_and_back(model):
+    device = model.embedding.weight.device
+    model.double().to("cpu").to(device).float()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_a_weight, replace_behind_the_module, replace_a_module, move_a_weight,
+        write_a_weight, load_a_state, set_a_number, away_and_back,
+    ],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Static tensors moved")
+def test_weights_between_steps(known, change):
+    """Both sides are engines of one model, which is what it is in every step."""
+    assert known[0].engine.model is known[1].engine.model
+    change(known[0].engine.model)
+    for _ in range(4):
+        same(known, 12)
+    if change not in (load_a_state, set_a_number):  # from now on Dynamo fetches these numbers
+        known[1].engine.compiled = refuse
+        same(known, 12)
+
+
+def test_settings_of_torch_between_steps(known):
+    """Dynamo makes another graph, and its program is the one from then on."""
+    engine = known[1].engine
+    first = engine.programs[12]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        for _ in range(3):
+            same(known, 12)
+        assert engine.programs[12] != first
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for _ in range(3):
+        same(known, 12)
+    assert engine.programs[12] == first
+
+
+def test_a_mark_between_steps(known):
+    engine = known[1].engine
+    mark = torch_bcg.eager_on_graph(torch.nn.functional.rms_norm)
+    try:
+        for _ in range(3):
+            same(known, 12)
+        assert "rms_norm" in {r.detail for r in engine.programs[12].plan.reasons}
+    finally:
+        mark.remove()
+    for _ in range(3):
+        same(known, 12)
+
+
+def test_a_program_that_is_freed_between_steps(known):
+    torch_bcg.reset(known[1].engine.compiled)
+    for _ in range(3):
+        same(known, 12)
+    known[1].engine.close()
+    assert not known[1].engine.programs
+    for _ in range(3):
+        same(known, 12)
+
+
+def test_metadata_of_somebody_else(known):
+    """The fields of a call are those it brings, wherever they lie."""
+    replayed = known[1]
+    md = replayed.engine.kept[12]
+    ids = torch.randint(97, (12,), device=md.core_attn_metadata.positions_casual.device)
+    for _ in range(3):
+        with torch.no_grad():
+            own = copy.deepcopy(md)
+            memory = [x.clone() for x in replayed.engine.pools.buffers()]
+            got = replayed.engine.forward(ids, own)
+            for x, before in zip(replayed.engine.pools.buffers(), memory, strict=True):
+                x.copy_(before)
+            assert torch.equal(replayed.engine.forward(ids, md), got)
+        ids = ids.roll(1)
 
 
 SMALL = {"branches": ("c4",), "hc_mult": 1, "hc_sinkhorn_iters": 1}

@@ -126,9 +126,9 @@ def copies_back_at_the_end(monkeypatch):
 def values_stay(original):
     """The arguments of a call are kept until the next."""
 
-    def replay(program, args, bound):
+    def replay(program, args, bound, same):
         try:
-            return original(program, args, bound)
+            return original(program, args, bound, same)
         finally:
             for cell, place in bound.loads:
                 bound.cells[cell] = args[place]

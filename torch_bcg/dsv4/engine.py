@@ -8,6 +8,7 @@ built straight into them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
 import weakref
@@ -24,8 +25,9 @@ from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.metadata import MOST_ROWS, DSV4Metadata
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
-from torch_bcg.errors import BCGError
+from torch_bcg.errors import BCGError, StaleError
 from torch_bcg.graph.buckets import LADDER
+from torch_bcg.handle import ProgramHandle
 from torch_bcg.programs import forget_graphs
 
 OF_TORCH_COMPILE = ("guard_filter_fn",)  # options that it takes, and the backend never sees
@@ -81,13 +83,17 @@ class Engine:
             that steps are brought up to here; a step above them, and every step without them, has a
             program of its own size. Other options of padding do nothing here.
 
+    Steps of a size whose program is known go past Dynamo. Between them weights, modules and numbers
+    of the model may be set anew; what else is (a hook, a forward) is seen after `close`.
+
     Attributes:
         pools: the memory.
         layout, model, backend: as given.
         sizes: that steps are brought up to, ascending; empty: none is.
         compiled: what a step calls, compiled or not; `torch_bcg.explain` and `programs` take it.
-        kept: by number of rows, metadata whose tensors the program of that size reads, in the mode
-            of autograd of the last step.
+        programs: by number of rows, in the mode of autograd of the last step; none of a graph that
+            takes numbers of the model as arguments.
+        kept: by number of rows, metadata whose tensors that program reads.
 
     Raises:
         BCGError: no model, or a layout that is not one of the model, see `DSV4Config.layout`.
@@ -128,6 +134,7 @@ class Engine:
             self.compiled = torch.compile(body, backend=backend, options=mine)
         self.backend = backend
         self.kept: dict[int, DSV4Metadata] = {}
+        self.programs: dict[int, ProgramHandle] = {}
         self._mode = _mode()
 
     def step(self, input_ids: Tensor, batch: ExtendBatch) -> Tensor:
@@ -146,24 +153,43 @@ class Engine:
         tokens = len(input_ids)
         rows = self.rows(tokens)
         if (mode := _mode()) != self._mode:  # another graph, and other tensors may be written
-            self.kept.clear()
+            self._forget()
             self._mode = mode
         md = DSV4Metadata.create(batch, self.layout, rows, out=self.kept.get(rows))
-        padded = F.pad(input_ids, (0, rows - tokens))
-        known = rows in self.kept or self.backend != "bcg"
-        before = 0 if known else _recorded()
-        if not known:
-            _vary_rows(padded, md)
-        device = input_ids.device.type
-        with torch_bcg.bind_metadata(md), torch.autocast(device, enabled=False):
-            hidden: Tensor = self.compiled(padded)
-        if not known and _recorded() > before:
-            self._keep(rows, md)
-        return hidden[:tokens]
+        return self.forward(F.pad(input_ids, (0, rows - tokens)), md)[:tokens]
+
+    def forward(self, input_ids: Tensor, md: DSV4Metadata) -> Tensor:
+        """The model alone, past Dynamo where the program of this size is known.
+
+        Args:
+            input_ids: int64 [P], whatever in rows that belong to nobody.
+            md: of a step of P rows, over the memory of this engine.
+
+        Returns:
+            [P, D].
+        """
+        rows = len(input_ids)
+        with _without_autocast(input_ids.device.type):
+            if rows in self.programs:
+                try:
+                    (hidden,) = self.programs[rows](input_ids, metadata=md)
+                except StaleError:  # weights, marks or settings are others: Dynamo finds out which
+                    self._forget(rows)
+                else:
+                    return cast("Tensor", hidden)
+            if self.backend is None or rows in self.kept:
+                with torch_bcg.bind_metadata(md):
+                    return cast("Tensor", self.compiled(input_ids))
+            before = {program: program.replays for program in torch_bcg.programs(self.compiled)}
+            _vary_rows(input_ids, md)
+            with torch_bcg.bind_metadata(md):
+                hidden = self.compiled(input_ids)
+        self._keep(rows, md, before)
+        return cast("Tensor", hidden)
 
     def close(self) -> None:
         """Frees what was recorded; a step after that records again."""
-        self.kept.clear()
+        self._forget()
         if self.backend == "bcg":
             torch_bcg.reset(self.compiled)
 
@@ -171,15 +197,29 @@ class Engine:
         """P of a step of so many tokens."""
         return next((size for size in self.sizes if size >= tokens), tokens)
 
-    def _keep(self, rows: int, md: DSV4Metadata) -> None:
-        """From now on the metadata of a size lies where the program reads it that has just run.
+    def _keep(self, rows: int, md: DSV4Metadata, before: Mapping[ProgramHandle, int]) -> None:
+        """From now on steps of a size go to the program that has just run, or was recorded.
 
-        There may be programs of other weights of this size as well: the last one used comes first.
+        Their metadata lies where it is read.
         """
-        programs = torch_bcg.programs(self.compiled)
-        mine = next((p for p in programs if rows in p.sizes.values()), None)
-        if mine is not None:
-            self.kept[rows] = mine.captured(md)
+        for program in torch_bcg.programs(self.compiled):
+            ran = program.replays > before.get(program, -1)
+            if ran and rows in program.sizes.values():
+                self.kept[rows] = program.captured(md)
+                if len(program.arguments) == 1:  # else numbers of the model are arguments as well
+                    self.programs[rows] = program
+
+    def _forget(self, *rows: int) -> None:
+        """Nothing is known any more of some sizes, or of all."""
+        for known in (self.programs, self.kept):
+            for n in rows or list(known):
+                known.pop(n, None)
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    if not torch.is_autocast_enabled(device):  # to enter it takes longer than to ask
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def check_model(model: object) -> None:
@@ -201,12 +241,6 @@ def check_model(model: object) -> None:
 def _mode() -> tuple[bool, bool]:
     """What Dynamo has a graph for each of."""
     return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
-
-def _recorded() -> int:
-    """Grows with a call that has a program, at its end at the latest."""
-    counted = torch_bcg.stats()
-    return counted.captures + counted.replays
 
 
 def _vary_rows(input_ids: Tensor, md: DSV4Metadata) -> None:

@@ -115,6 +115,20 @@ class bind_metadata:  # noqa: N801 - used like a function
                 self.replaced.append((holder, step, real, other))
 
 
+class bind_as_it_is(bind_metadata):  # noqa: N801 - used like a function
+    """The same for a call that Dynamo does not see: the fields hold the very tensors.
+
+    Args:
+        metadata: see there.
+
+    Raises:
+        BindingError: see there.
+    """
+
+    def _replace(self, holder: Any) -> None:
+        pass
+
+
 def _distinct(real: Any) -> Any:
     """Another tensor over the same memory, with what was marked about it; else the thing itself.
 

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from torch_bcg.errors import BindingError
-from torch_bcg.metadata.schema import Numbers, leaves, parts, sharing, within
+from torch_bcg.metadata.schema import (
+    Numbers,
+    leaves,
+    parts,
+    reader_of,
+    shape_of,
+    sharing,
+    within,
+)
 
 What = Literal["tensor", "number", "none", "object"]
+# Guards that compare what an object holds with what it held, and those that ask what it is.
+COMPARED = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH")
+_TYPES = {"TYPE_MATCH", "NOT_NONE_MATCH", "HASATTR"}
 
 
 @dataclass(frozen=True)
@@ -24,11 +35,13 @@ class Read:
         path: where it is in the object.
         argument: the placeholder that it is, or "": a constant of the graph.
         text: what Dynamo writes for where it comes from.
+        kind: what the guard is called that looks at it, "" for an argument.
     """
 
     path: str
     argument: str
     text: str
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,9 @@ class Instance:
         sharing: groups of paths that hold one tensor.
         arguments: path -> placeholder of the graph.
         constants: path -> Dynamo's text, of numbers and other objects that the graph was made for.
+        guarded: path -> `schema.shape_of` what the graph was made for there, arguments left out.
+        opaque: paths of which it was made for more than that tells.
+        bound: it is what `bind_metadata` bound, not an argument or something in another object.
     """
 
     cls: type
@@ -52,13 +68,16 @@ class Instance:
     sharing: tuple[tuple[str, ...], ...]
     arguments: Mapping[str, str]
     constants: Mapping[str, str]
+    guarded: Mapping[str, object]
+    opaque: tuple[str, ...]
+    bound: bool
 
     def names(self, path: str) -> tuple[str, ...]:
         """What an author may call a field: its path, with the class in front, its last name."""
         return path, f"{self.cls.__name__}.{path}", path.rpartition(".")[2]
 
 
-def instance_of(metadata: object, reads: Iterable[Read]) -> Instance:
+def instance_of(metadata: object, reads: Iterable[Read], bound: bool = False) -> Instance:
     """An object's classes and fields, and what is read of them.
 
     Raises:
@@ -68,7 +87,12 @@ def instance_of(metadata: object, reads: Iterable[Read]) -> Instance:
     what = {path: _what(value) for path, value in held.items()}
     arguments: dict[str, str] = {}
     constants: dict[str, str] = {}
+    guards: dict[str, set[str]] = {}
     for read in reads:
+        if read.kind:
+            guards.setdefault(read.path, set()).add(read.kind)
+            if read.kind not in COMPARED:
+                continue
         field = next((p for p in what if within(read.path, p)), None)
         if field is None:
             _check_on_the_way(type(metadata), read.path, what)
@@ -76,6 +100,9 @@ def instance_of(metadata: object, reads: Iterable[Read]) -> Instance:
             arguments[field] = read.argument
         elif not read.argument and what[field] != "tensor":
             constants[field] = read.text
+    for path in arguments:
+        guards.pop(path, None)
+    guarded, opaque = _guarded(metadata, guards)
     return Instance(
         type(metadata),
         what,
@@ -84,7 +111,29 @@ def instance_of(metadata: object, reads: Iterable[Read]) -> Instance:
         tuple(map(tuple, sharing(metadata))),
         arguments,
         constants,
+        guarded,
+        opaque,
+        bound,
     )
+
+
+def _guarded(
+    metadata: object, guards: Mapping[str, Collection[str]]
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """Shapes of what guards look at, and the paths of which they look at more."""
+    shapes: dict[str, object] = {}
+    opaque = []
+    for path, kinds in guards.items():
+        try:
+            (value,) = reader_of([path])(metadata)
+        except (NameError, AttributeError, LookupError, TypeError, SyntaxError):
+            opaque.append(path)  # a name of Dynamo's own
+            continue
+        shapes[path] = shape_of(value)
+        plain = value is None or isinstance(value, (*Numbers, list, tuple, dict))
+        if not plain and not _TYPES.issuperset(kinds):
+            opaque.append(path)
+    return shapes, tuple(opaque)
 
 
 def _check_on_the_way(cls: type, path: str, fields: Iterable[str]) -> None:

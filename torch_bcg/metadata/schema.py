@@ -99,6 +99,26 @@ def getter_of(paths: Sequence[Steps]) -> Getter:
     return lambda x: tuple([at(x, steps) for steps in paths])
 
 
+def reader_of(paths: Iterable[str]) -> Getter:
+    """The same for paths as they are written, which may lead into what has no steps.
+
+    Raises:
+        SyntaxError: one is no Python.
+    """
+    read = "".join(f"x.{path}, " if path else "x, " for path in paths)
+    found: Getter = eval(f"lambda x: ({read})")
+    return found
+
+
+def shape_of(value: object) -> object:
+    """What tells two values apart without their tensors: type, number, length or keys."""
+    if isinstance(value, Numbers):
+        return type(value), repr(value)  # not a number is itself
+    if isinstance(value, (list, tuple)):
+        return type(value), len(value)
+    return (type(value), tuple(value)) if isinstance(value, dict) else type(value)
+
+
 def items(x: object) -> Iterator[tuple[Step, Any]]:
     """What one dataclass, or one container of tensors, holds; nothing of anything else."""
     if _is_object(x):

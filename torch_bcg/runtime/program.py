@@ -27,7 +27,7 @@ MOST_BOUND = 256
 
 
 class Misfit(Exception):  # noqa: N818 - it ends a replay, it is no error of anybody
-    """The call is not this program's: a late static tensor lies elsewhere, or is gone.
+    """The call is not this program's: a late static tensor lies elsewhere, is another, or gone.
 
     At most the opening ran.
     """
@@ -89,11 +89,14 @@ class Program:
         slot: Tensor = self.space.resolve(name)
         return slot
 
-    def replay(self, args: Sequence[Any], bound: Bound) -> tuple[Any, ...]:
+    def replay(
+        self, args: Sequence[Any], bound: Bound, same: Callable[[], bool]
+    ) -> tuple[Any, ...]:
         """One call: copy in, steps, outputs. The caller has checked key, overlaps, early addresses.
 
-        The late ones are compared here, while the device runs the opening. ``args`` is read before
-        the first eager step and never after: a call amid this one may fill the same list.
+        The late ones are compared here, and ``same`` is asked, while the device runs the opening.
+        ``args`` is read before the first eager step and never after: a call amid this one may fill
+        the same list.
 
         Raises:
             Misfit: see there.
@@ -109,7 +112,7 @@ class Program:
             if bound.early:
                 for step in steps[: bound.early]:
                     step()
-                if not self.statics.match_late(args):
+                if not (self.statics.match_late(args) and same()):
                     raise Misfit
                 steps = steps[bound.early :]
             for step in steps:

@@ -1,0 +1,488 @@
+"""A program called directly, past Dynamo: what Dynamo would have noticed is noticed, or said.
+
+Each test changes one thing between calls that a guard of Dynamo's looks at.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import torch_bcg
+from torch_bcg.errors import BCGError, BCGWarning, BindingError, StaleError
+from torch_bcg.handle import Holders
+from twin import assert_same, counted, plus_one
+
+
+def rows(device, n=4):
+    return torch.randn(n, 6, device=device)
+
+
+class Model(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.first, self.second = (nn.Linear(6, 6, device=device) for _ in range(2))
+        self.register_buffer("scale", torch.randn(6, device=device))
+        self.tied = self.first
+        self.shift, self.also = 0.5, True
+
+    def forward(self, x):
+        x = self.tied(self.second(plus_one(self.first(x)))) * self.scale
+        return x + self.shift if self.also else x
+
+
+@pytest.fixture(params=["compiled", "its forward", "in place"])
+def called(request, device):
+    """(model, compiled, its program) after three calls."""
+    model = Model(device)
+    if request.param == "in place":
+        model.compile(backend="bcg")
+        compiled = model
+    else:
+        whole = request.param == "compiled"
+        compiled = torch.compile(model if whole else model.forward, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+    (program,) = torch_bcg.programs(compiled)
+    return model, compiled, program
+
+
+def new(linear):
+    return nn.Parameter(torch.randn_like(linear.weight))
+
+
+def set_weight(model):
+    model.second.weight = new(model.second)
+
+
+def set_weight_of_the_first_segment(model):
+    model.first.weight = new(model.first)
+
+
+def set_weight_behind_the_module(model):
+    model.second._parameters["weight"] = new(model.second)
+
+
+def set_buffer(model):
+    model.scale = torch.randn_like(model.scale)
+
+
+def set_module(model):
+    model.second = copy.deepcopy(model.second)
+
+
+def set_tied_module(model):
+    model.tied = copy.deepcopy(model.first)
+
+
+def assign_state(model):
+    state = {name: torch.randn_like(x) for name, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def set_data(model):
+    model.second.weight.data = torch.randn_like(model.second.weight)
+
+
+def set_number(model):
+    model.shift = 1.5
+
+
+def set_truth(model):
+    model.also = False
+
+
+CHANGES = (
+    set_number, set_truth, set_weight, set_weight_of_the_first_segment, set_weight_behind_the_module, set_buffer,
+    set_module, set_tied_module, assign_state, set_data,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_what_a_module_is_given_since(called, device, change):
+    """The old tensors are alive, kept by whoever likes to, and not the module's any more."""
+    model, compiled, program = called
+    old = [*model.parameters(), *model.buffers()]
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device)
+            assert_same(program(x), (Model.forward(plain, x),))
+        change(model)
+        for _ in range(3):
+            with pytest.raises(StaleError, match="moved or gone"):
+                program(rows(device))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BCGWarning)
+            for _ in range(3):
+                x = rows(device)
+                assert_same(compiled(x), Model.forward(model, x))
+        if change is not set_number:  # which Dynamo takes for an argument from now on
+            x = rows(device)
+            assert_same(torch_bcg.programs(compiled)[0](x), (Model.forward(model, x),))
+    assert old
+
+
+def test_what_is_written_in_place_is_no_change(called, device):
+    model, _, program = called
+    with torch.no_grad():
+        for i in range(3):
+            for x in model.state_dict().values():
+                x.copy_(torch.randn_like(x))
+            model.train(i % 2 == 0)
+            x = rows(device)
+            assert_same(program(x), (Model.forward(model, x),))
+
+
+def test_places_of_a_module_that_has_none_of_the_tensors(device):
+    """A program of another instance is not this module's to watch."""
+    mine, other = Model(device), Model(device)
+    assert Holders.in_module(mine).of([*other.parameters()], ["shift"]).places == []
+    assert Holders.in_module(None).of([*other.parameters()], ["shift"]).same()
+    held = Holders.in_module(mine).of([mine.first.weight], ["shift", "training"])
+    names = [name for _, name, _ in held.places]
+    assert sorted(names) == ["first", "second", "shift", "tied", *["training"] * 3, "weight"]
+    mine.empty, mine.also, mine.shift = None, False, mine.shift
+    assert held.same()
+    del mine.shift
+    assert not held.same()
+
+
+def test_handles_of_one_program_are_equal(called):
+    _, compiled, program = called
+    (other,) = torch_bcg.programs(compiled)
+    assert other is not program
+    assert {program: 1}[other] == 1
+    assert program != 1
+
+
+@contextlib.contextmanager
+def precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def determinism():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [(precision, "allow_tf32"), (determinism, "deterministic"), (autocast, "autocast")],
+    ids=["precision", "determinism", "autocast"],
+)
+def test_settings_of_torch(called, device, other, name):
+    model, _, program = called
+    with torch.no_grad():
+        x = rows(device)
+        with other():
+            for _ in range(3):
+                with pytest.raises(StaleError, match="settings of torch") as e:
+                    program(x)
+            assert name in e.value.found
+        for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+            with mode():
+                assert_same(program(x)[0], Model.forward(model, x).detach())
+
+
+def test_a_mark_made_since(called, device):
+    """The program has it recorded: it is over, though nobody has called what was compiled."""
+    _, _, program = called
+    mark = torch_bcg.eager_on_graph(torch.nn.functional.linear)
+    try:
+        with torch.no_grad(), pytest.raises(StaleError, match="moved or gone"):
+            program(rows(device))
+    finally:
+        mark.remove()
+
+
+def test_a_program_that_was_freed(called, device):
+    _, compiled, program = called
+    torch_bcg.reset(compiled)
+    with torch.no_grad(), pytest.raises(StaleError, match="moved or gone"):
+        program(rows(device))
+
+
+# metadata
+
+
+@dataclasses.dataclass
+class Part:
+    table: torch.Tensor
+    width: int = 2
+    name: object = None
+
+
+@dataclasses.dataclass
+class Meta:
+    slots: torch.Tensor
+    part: Part
+    scale: torch.Tensor | None = None
+    offset: int = 3
+    count: int = 4
+    others: object = None
+    places: tuple = ()
+
+
+@torch_bcg.eager_on_graph(mutates_args=("out",))
+def gather_(x: torch.Tensor, out: torch.Tensor) -> None:
+    md = torch_bcg.current_metadata(Meta)
+    out.copy_(x[md.slots] + md.part.table.sum())
+
+
+def make(device, n=4, **more):
+    part = Part(torch.randn(3, device=device))
+    return Meta(torch.randperm(n, device=device), part, torch.randn(n, device=device), **more)
+
+
+class Reading(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, device=device)
+
+    def forward(self, x):
+        md = torch_bcg.current_metadata(Meta)
+        out = torch.empty_like(x)
+        gather_(self.linear(x) * md.offset, out)
+        out = out if md.scale is None else out * md.scale[:, None]
+        out = out + md.part.table[: md.part.width].sum()
+        return out if md.others is None else out + 1
+
+
+@pytest.fixture
+def registered():
+    torch_bcg.register_metadata_binding(Meta)
+
+
+def programs_of(device, n=4, calls=3, **more):
+    model = Reading(device)
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(calls):
+            with torch_bcg.bind_metadata(make(device, n, **more)):
+                compiled(rows(device, n))
+    return model, compiled, torch_bcg.programs(compiled)[0]
+
+
+def same_as(model, program, md, device):
+    x = rows(device, len(md.slots))
+    with torch.no_grad(), torch_bcg.bind_metadata(md):
+        want = model(x)
+        for _ in range(3):
+            assert_same(program(x), (want,))
+
+
+@pytest.mark.usefixtures("registered")
+def test_fields_come_from_what_is_bound(device):
+    model, compiled, program = programs_of(device)
+    assert program.arguments == ("l_x_",)
+    for _ in range(3):
+        same_as(model, program, make(device), device)
+    captured = program.captured(make(device))
+    for _ in range(3):
+        torch_bcg.metadata.refresh(captured, make(device))
+        same_as(model, program, captured, device)
+    with counted() as counts:
+        same_as(model, program, make(device), device)
+    assert counts.replays == 3
+    assert len(torch_bcg.programs(compiled)) == 1
+
+
+@dataclasses.dataclass
+class Under(Meta):
+    pass
+
+
+@pytest.mark.usefixtures("registered")
+def test_nothing_is_bound(device):
+    _, _, program = programs_of(device)
+    with torch.no_grad(), pytest.raises(BindingError, match="No Meta is bound"):
+        program(rows(device))
+
+
+WRONG = {
+    "a number": (lambda md: setattr(md, "offset", 4), BindingError, "offset"),
+    "of another type": (lambda md: setattr(md, "offset", 3.0), BindingError, "offset"),
+    "a nested number": (lambda md: setattr(md.part, "width", 3), BindingError, "width"),
+    "none": (lambda md: setattr(md, "scale", None), BCGError, "scale"),
+    "not none any more": (lambda md: setattr(md, "others", object()), BindingError, "others"),
+    "a dtype": (lambda md: setattr(md, "scale", md.scale.double()), BCGError, "scale"),
+    "strides": (
+        lambda md: setattr(md, "scale", torch.randn(4, 2, device=md.scale.device)[:, 0]),
+        BCGError,
+        "scale",
+    ),
+    "a shape": (lambda md: setattr(md.part, "table", md.part.table.repeat(2)), BCGError, "table"),
+    "other parts": (lambda md: setattr(md, "part", None), BindingError, "its parts"),
+    "another class": (lambda md: setattr(md, "__class__", Under), BindingError, "its class"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.usefixtures("registered")
+def test_an_object_that_the_graph_was_not_made_for(device, what):
+    model, compiled, program = programs_of(device)
+    change, kind, said = WRONG[what]
+    md = make(device)
+    change(md)
+    x = rows(device)
+    with torch.no_grad(), torch_bcg.bind_metadata(md):
+        for _ in range(3):
+            with pytest.raises(kind) as e:
+                program(x)
+            assert said in str(e.value)
+        if what not in ("other parts", "a shape"):
+            assert_same(compiled(x), model(x))  # which is what the message says to call
+    same_as(model, program, make(device), device)
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_only_marked_functions_read_is_free(device):
+    model, _, program = programs_of(device)
+    for count in (4, 5, 6):
+        same_as(model, program, make(device, count=count, places=(count,)), device)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_object_of_which_only_the_class_counts(device):
+    model, _, program = programs_of(device, others=object())
+    same_as(model, program, make(device, others=object()), device)
+    with (
+        torch.no_grad(),
+        torch_bcg.bind_metadata(make(device)),
+        pytest.raises(BindingError, match="others"),
+    ):
+        program(rows(device))
+
+
+class Looping(nn.Module):
+    """Reads all that is in a container, or something of an object."""
+
+    def forward(self, x):
+        md = torch_bcg.current_metadata(Meta)
+        if isinstance(md.others, dict):
+            for table in md.others.values():
+                x = x + table
+        elif isinstance(md.others, list):
+            for table in md.others:
+                x = x + table
+        elif hasattr(md.others, "swing"):
+            x = x + 1
+        return plus_one(x * 2) * md.offset
+
+
+def tables(device, n):
+    return [torch.randn(6, device=device) for _ in range(n)]
+
+
+CONTAINERS = {
+    "list": (lambda d: tables(d, 2), lambda d: tables(d, 3)),
+    "empty list": (lambda d: [], lambda d: tables(d, 1)),
+    "numbers": (lambda d: [1, 2], lambda d: [1, 3]),
+    "dict": (lambda d: {"a": tables(d, 1)[0]}, lambda d: {"b": tables(d, 1)[0]}),
+    "empty dict": (lambda d: {}, lambda d: {"b": tables(d, 1)[0]}),
+}
+
+
+@pytest.mark.parametrize("what", CONTAINERS)
+@pytest.mark.usefixtures("registered")
+def test_containers_that_the_graph_looks_into(device, what):
+    one, other = CONTAINERS[what]
+    compiled = torch.compile(Looping(), backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            with torch_bcg.bind_metadata(make(device, others=one(device))):
+                compiled(rows(device))
+    (program,) = torch_bcg.programs(compiled)
+    for _ in range(3):
+        same_as(Looping(), program, make(device, others=one(device)), device)
+    with torch.no_grad(), torch_bcg.bind_metadata(make(device, others=other(device))):
+        x = rows(device)
+        with pytest.raises(BindingError, match=r"others|its parts"):
+            program(x)
+        assert_same(compiled(x), Looping()(x))
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_object_that_nobody_can_compare(device):
+    compiled = torch.compile(Looping(), backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            with torch_bcg.bind_metadata(make(device, others=Model(device))):
+                compiled(rows(device))
+    program = torch_bcg.programs(compiled)[0]
+    assert program.arguments == ("l_x_",)
+    with (
+        torch.no_grad(),
+        torch_bcg.bind_metadata(make(device, others=Model(device))),
+        pytest.raises(BindingError, match="no more is compared"),
+    ):
+        program(rows(device))
+
+
+class Counting(nn.Module):
+    """Reads a number that is the number of rows."""
+
+    def forward(self, x):
+        md = torch_bcg.current_metadata(Meta)
+        return plus_one(x) * torch.arange(md.count, device=x.device)[:, None]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_number_that_is_a_size(device):
+    """Dynamo takes it and the rows for one symbol, or makes another graph."""
+    compiled = torch.compile(Counting(), backend="bcg", dynamic=True)
+    with torch.no_grad():
+        for n in (4, 5, 6, 6, 6, 7, 7):
+            with torch_bcg.bind_metadata(make(device, n, count=n)):
+                compiled(rows(device, n))
+        program = next(p for p in torch_bcg.programs(compiled) if 7 in p.sizes.values())
+        for count in (7, 8, 7):
+            x = rows(device, 7)
+            with torch_bcg.bind_metadata(make(device, 7, count=count)):
+                if count == 7:
+                    assert_same(program(x), (Counting()(x),))
+                    continue
+                with pytest.raises(BCGError, match="not recorded for"):
+                    program(x)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_field_that_stays_in_place(device):
+    """Its address is compared, whatever else is."""
+    table = torch.randn(3, device=device)
+    torch._dynamo.mark_static_address(table)
+
+    def of_table(table):
+        md = make(device)
+        md.part.table = table
+        return md
+
+    model = Reading(device)
+    compiled = torch.compile(model, backend="bcg", options={"check": "off"})
+    with torch.no_grad():
+        for _ in range(3):
+            with torch_bcg.bind_metadata(of_table(table)):
+                compiled(rows(device))
+        program = torch_bcg.programs(compiled)[0]
+        for _ in range(3):
+            same_as(model, program, of_table(table), device)
+        with (
+            torch_bcg.bind_metadata(of_table(table.clone())),
+            pytest.raises(StaleError, match="table"),
+        ):
+            program(rows(device))
