@@ -25,6 +25,8 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 | more shapes than max_programs: eager calls                       | WARNED       | test_max_programs             |
 | instances share the weights of their first segment: called in    | SILENT       | test_shared_first_weights     |
 |   turn they launch it twice a call                               |              |                               |
+| a program called directly: hooks and code of the module are those| SILENT       | test_program_called_directly  |
+|   of its recording                                               |              |                               |
 | arguments overlap and one is written: eager calls                | WARNED       | test_overlapping_arguments    |
 | a marked function calls the compiled function: that call is eager| WARNED       | test_re_entry                 |
 | mode=                                                            | RAISED       | test_mode                     |
@@ -364,6 +366,33 @@ def test_shared_first_weights(device):
         assert launches(*programs, *programs) == 4  # the remedy, where two launches matter
         for program, model in zip(programs, models, strict=True):
             assert_same(program(ids), (model(ids),), exact=False)
+
+
+def test_program_called_directly(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6, device=device)
+
+        def forward(self, x):
+            return plus_one(self.linear(x)) * 2
+
+    def later(self, x):
+        return plus_one(self.linear(x)) * 3
+
+    model = Model()
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device)
+            before = compiled(x)
+        (program,) = torch_bcg.programs(compiled)
+        model.linear.register_forward_hook(lambda module, args, output: output + 1)
+        model.forward = later.__get__(model)
+        assert_same(program(x), (before,))
+        for _ in range(3):  # the remedy
+            x = rows(device)
+            assert_same(torch.compile(model, backend="bcg")(x), model(x))
 
 
 def test_overlapping_arguments(device):

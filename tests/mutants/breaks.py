@@ -22,6 +22,8 @@ from mutants.recorders import (
 )
 from torch_bcg.graph import modes, plan
 from torch_bcg.graph.plan import _Planner
+from torch_bcg.handle import Holders
+from torch_bcg.metadata import reading
 from torch_bcg.runtime import calls, memory, probe, statics, steps
 from torch_bcg.runtime.collection import Programs
 from torch_bcg.runtime.device import Pool
@@ -184,6 +186,18 @@ def inference_slots(original):
     return over
 
 
+def forgiving(original):
+    """Whatever a bound object holds is what it held."""
+
+    class Anything:
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    return lambda value: Anything()
+
+
 MUTANTS = {
     "never replays": replaced(Programs, "find", always(None)),
     "address not in the key": replaced(statics, "same_addresses", always(True)),
@@ -223,6 +237,9 @@ MUTANTS = {
     "re-entry unseen": replaced(Pool, "in_use", lambda original: no_context),
     "in use after an exception": replaced(Pool, "in_use", never_left),
     "later marks unseen": replaced(torch_bcg.marking, "generation", always(0)),
+    "a handle's module unseen": replaced(Holders, "same", always(True)),
+    "a handle's settings unseen": replaced(torch_bcg.compiled, "settings_now", always(str)),
+    "a handle's metadata not compared": replaced(reading, "shape_of", forgiving),
     "gradients ignored": replaced(torch_bcg.dynamo, "needs_gradients", always(False)),
 }
 

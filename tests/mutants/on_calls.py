@@ -1,14 +1,16 @@
 """Small calls about numbers, modes and order that a mutant must spoil."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import torch_bcg
 from mutants.common import QUIET, Fragile, rows
+from torch_bcg.errors import BindingError, StaleError
 from twin import assert_same, check, counted, double_into, plus_one
 
 
@@ -185,3 +187,52 @@ def double_gradients(x, w):
     out = torch.empty_like(x)
     double_into(x, out)
     return plus_one(out) * w
+
+
+def handle_of(module, device, around=nullcontext):
+    """The program of a module after three calls."""
+    compiled = torch.compile(module, backend="bcg")
+    for _ in range(3):
+        with torch.no_grad(), around():
+            compiled(rows(device))
+    return torch_bcg.programs(compiled)[0]
+
+
+def handle_after_a_replaced_weight(device):
+    model = nn.Linear(6, 6, device=device)
+    program, old = handle_of(model, device), model.weight
+    model.weight = nn.Parameter(rows(device, 6, 6))
+    with torch.no_grad(), pytest.raises(StaleError, match="in place"):
+        program(rows(device))
+    assert old is not model.weight
+
+
+def handle_under_other_settings(device):
+    program = handle_of(nn.Linear(6, 6, device=device), device)
+    other = torch.autocast(device, dtype=torch.bfloat16)
+    with other, torch.no_grad(), pytest.raises(StaleError, match="settings"):
+        program(rows(device))
+
+
+@dataclass
+class Scaled:
+    by: torch.Tensor
+    times: int
+
+
+class Scaling(nn.Module):
+    def forward(self, x):
+        md = torch_bcg.current_metadata(Scaled)
+        return plus_one(x) * md.by * md.times
+
+
+def handle_of_other_numbers(device):
+    registration = torch_bcg.register_metadata_binding(Scaled)
+    try:
+        program = handle_of(
+            Scaling(), device, lambda: torch_bcg.bind_metadata(Scaled(rows(device, 6), 2))
+        )
+        with pytest.raises(BindingError, match="times"), torch.no_grad():
+            program(rows(device), metadata=Scaled(rows(device, 6), 3))
+    finally:
+        registration.remove()
