@@ -14,7 +14,7 @@ from harness import Call, Refused
 from torch import Tensor, nn
 
 import torch_bcg
-from torch_bcg.programs import ProgramHandle
+from torch_bcg.handle import ProgramHandle
 
 
 @torch_bcg.eager_on_graph(mutates_args=("out",), name="bench::gate")

@@ -47,7 +47,7 @@ from watch import calls_of
 import torch_bcg
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.graph.ir import Plan, Reason
-from torch_bcg.programs import ProgramHandle
+from torch_bcg.handle import ProgramHandle
 
 TOLERANCE = 1e-4
 CALLS = 3

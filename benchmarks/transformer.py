@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torch_bcg
 from torch_bcg.graph.ir import Plan
-from torch_bcg.programs import ProgramHandle
+from torch_bcg.handle import ProgramHandle
 
 HEADS = 16
 WARM_CALLS = 4

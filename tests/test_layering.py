@@ -24,6 +24,7 @@ ORDER = [
     {"rows"},
     {"passes"},
     {"eager"},
+    {"attributes", "direct"},
     {"compiled"},
     {"dynamo"},
     {"handle"},

@@ -27,7 +27,7 @@ from torch_bcg.eager import (
     tell_pad,
 )
 from torch_bcg.errors import CaptureError
-from torch_bcg.frame import settings_now, static_arguments, type_of_self
+from torch_bcg.frame import static_arguments, type_of_self, watched_settings
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.inline import inlined, without_geometry_changes
@@ -57,7 +57,7 @@ from torch_bcg.runtime.slots import Slots
 from torch_bcg.runtime.statics import Statics
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
-from torch_bcg.sources import check_apart, guarded_names, let_integers_vary, metadata_behind
+from torch_bcg.sources import check_apart, compared_names, let_integers_vary, metadata_behind
 
 
 def current_generation() -> tuple[int, int]:
@@ -65,10 +65,7 @@ def current_generation() -> tuple[int, int]:
     return marking.generation(), registration.generation()
 
 
-def _always() -> bool:
-    return True
-
-
+Late = Callable[[Sequence[Any]], bool]
 _graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 _number = itertools.count()
 
@@ -107,7 +104,9 @@ class CompiledGraph:
             self.gm = without_geometry_changes(self.gm, same_as)
             self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
         self.marks = [marking.resolve(m) for m in options.mark]
-        self.owner, self.settings, self.guarded = type_of_self(), settings_now(), guarded_names()
+        self.owner = type_of_self()
+        self.changed_settings = watched_settings()
+        self.compared_names = compared_names()
         self.warned: set[str] = set()
         self.unnamed = self.rows.unnamed
         self.inner = None if options.inner == "eager" else Inner(options.inner, self.facts)
@@ -168,9 +167,9 @@ class CompiledGraph:
 
     def partition(self, facts: Facts) -> Partition:
         """The graph cut at marks and at what cannot be recorded."""
-        options = self.options
-        least, compared = options.min_segment_kernels, self.static if options.opens else ()
-        return partition(self.gm, facts, self.mark_of, self.found, least, compared)
+        least = self.options.min_segment_kernels
+        static = self.static if self.options.opens else ()
+        return partition(self.gm, facts, self.mark_of, self.found, least, static)
 
     def mark_of(self, node: fx.Node) -> marking.Mark | None:
         """The mark on a node: made for everybody, for this compile, or on the module that runs."""
@@ -199,44 +198,56 @@ class CompiledGraph:
                     program = self.programs.find(target, args)
             return self.run_for_real(key, args, target)
 
-    def replay(self, program: Program, args: Sequence[Any], same: Callable[[], bool]) -> Any:
+    def is_current(self, program: Program) -> bool:
+        """Whether a program is one of the plan that marks and metadata classes make now."""
+        if self.generation != current_generation():
+            self.make_plan()
+        return not program.dead
+
+    def replay(self, program: Program, args: Sequence[Any], late: Late) -> Any:
         """A call that names its program, past Dynamo and the search for a key.
 
         Args:
             program: that fits as far as ``fits`` looks.
             args: of the graph.
-            same: whether they are still what the compiled function would be called with; asked
-                when late static tensors are compared.
+            late: whether it fits in all else; asked once the opening runs, if there is one.
 
         Raises:
-            Misfit: they are not; a static tensor lies elsewhere, or is gone.
+            Misfit: it does not.
         """
         with self.pool.lock:
             prevented, key = self.pool.prevented(), self.key(args)
             if not prevented and program.at(key).early:
-                return self.run_program(program, args, key, same)
-            if self.fits is Statics.match_early and not program.statics.match_late(args):
-                raise Misfit
-            if not same():
+                return self.run_program(program, args, key, late)
+            if not late(args):
                 raise Misfit
             if prevented:
                 return self.run_inline(args, prevented)
             return self.run_program(program, args, key)
 
+    def number_expressions(self) -> dict[str, str]:
+        """Arguments that are numbers of the key, by its symbols."""
+        symbols = {s for s, _, _ in self.plan.symbols}
+        nodes = ((a, self.facts.nodes[a]) for a in self.plan.arguments)
+        return {a: f.expr for a, f in nodes if not f.tensors and f.expr and f.symbols <= symbols}
+
     def run_program(
-        self, program: Program, args: Sequence[Any], key: Key, same: Callable[[], bool] = _always
+        self, program: Program, args: Sequence[Any], key: Key, late: Late | None = None
     ) -> Any:
         """Replays a program that fits as far as ``fits`` looked, unless memory overlaps.
+
+        ``late`` is asked of the rest; None: its static tensors are compared.
 
         Raises:
             Misfit: a static tensor lies elsewhere, or is gone.
         """
+        late = late or program.statics.match_late
         try:
             bound = program.at(key)
         except torch.OutOfMemoryError:  # copies for a size that is new; nothing has run
             return self.run_eagerly(args, "out of memory")
         if bound.overlaps is not None and bound.overlaps.found(args) is not None:
-            if bound.early and not (program.statics.match_late(args) and same()):
+            if bound.early and not late(args):
                 raise Misfit  # it overlaps where a static tensor was, not where it is
             return self.run_eagerly(args, "overlapping arguments")
         if self.aliases is not None:
@@ -246,7 +257,7 @@ class CompiledGraph:
             args = apart
         self.pool.order()
         with self.pool.in_use():
-            result = program.replay(args, bound, same)
+            result = program.replay(args, bound, late)
         self.count_replay(program, bound)
         return result
 
@@ -337,9 +348,11 @@ class CompiledGraph:
                         self.plan, self.lowering, self.geometries, key, most, args, self.pool,
                         self.slots,
                     )  # fmt: skip
+                    options = self.options
                     program = capture(
-                        space, self.options.unrecorded, self.aliases, self.options.check, self.inner
-                    )
+                        space, options.unrecorded, self.aliases, options.check, self.inner,
+                        options.opens,
+                    )  # fmt: skip
             except CaptureError as error:
                 self.cut(error, key)
                 continue

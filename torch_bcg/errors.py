@@ -17,10 +17,10 @@ __all__ = [
     "EagerCallError",
     "HostReadError",
     "MarkError",
+    "MisfitError",
     "MovedError",
     "OptionError",
     "OutputError",
-    "StaleError",
     "StreamError",
 ]
 
@@ -146,12 +146,18 @@ class MovedError(BCGError):
     """
 
 
-class StaleError(BCGError):
-    """A program that is called directly is no longer the model's: the compiled function finds it.
+class MisfitError(BCGError):
+    """A program that is called directly is not for this call; the compiled function finds which is.
 
-    It was freed, a tensor moved or was replaced, or marks, metadata classes or settings of torch
-    have changed. Raised before anything that the same call of the compiled function would do twice.
+    It was freed; a tensor moved or was replaced; marks, settings of torch or numbers are others; an
+    argument has another shape. Raised before anything that the same call of the compiled function
+    would do twice.
+
+    Attributes:
+        program: the handle that was called.
     """
+
+    program: object = None
 
 
 class EagerCallError(BCGError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C._dynamo.guards import GlobalStateGuard
+from torch._C._dynamo import guards
 
 from torch_bcg.graph.geometry import has_static_address
 from torch_bcg.metadata.instances import instance_of
@@ -27,20 +27,23 @@ def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> boo
     return enabled and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
 
 
-def settings_now() -> Callable[[], str]:
-    """A function that tells which of torch's global settings differ from now, "" if none does.
+def watched_settings() -> Callable[[], str]:
+    """A function that names the global settings of torch that differ from now, "" if none does.
 
     Those that Dynamo guards every graph with, such as precisions, autocast, determinism and the
     default dtype; not the mode of autograd, which changes no value.
     """
-    then: Any = GlobalStateGuard()
+    guard = getattr(guards, "GlobalStateGuard", None)
+    if guard is None:
+        return lambda: "this torch does not say"
+    then = guard()
 
-    def differing() -> str:
+    def changed() -> str:
         if then.check():
             return ""
         return " ".join(name for name in then.reason().split() if name != "grad_mode")
 
-    return differing
+    return changed
 
 
 def type_of_self() -> type | None:

@@ -14,9 +14,10 @@ from torch._dynamo.eval_frame import (  # the one place that looks into Dynamo's
     innermost_fn,
 )
 
+from torch_bcg.attributes import Attributes
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.dynamo import bcg
-from torch_bcg.handle import Holders, ProgramHandle
+from torch_bcg.handle import ProgramHandle
 
 
 def wrapper_of(compiled: Any) -> Any:
@@ -34,14 +35,16 @@ def is_compiled(compiled: Any) -> bool:
 
 def programs(compiled: Callable[..., Any]) -> list[ProgramHandle]:
     """The programs of a compiled function or module, the last used of each graph first."""
-    held = Holders.in_module(module_of(compiled))
-    return [ProgramHandle(g, p, held) for g in graphs_of(compiled) for p in g.programs]
+    attributes = Attributes.of(module_of(compiled))
+    return [ProgramHandle(g, p, attributes) for g in graphs_of(compiled) for p in g.programs]
 
 
 def module_of(compiled: Callable[..., Any]) -> torch.nn.Module | None:
     """The module that was compiled, as one or by its forward; None: a function was."""
-    module = getattr(compiled, "_orig_mod", compiled)
-    if not isinstance(module, torch.nn.Module):
+    module: Any = compiled
+    if isinstance(compiled, OptimizedModule):
+        module = compiled._orig_mod
+    elif not isinstance(compiled, torch.nn.Module):
         module = getattr(innermost_fn(compiled), "__self__", None)
     return module if isinstance(module, torch.nn.Module) else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from torch_bcg.errors import BindingError
-from torch_bcg.metadata.instances import COMPARED, Instance, Read, instance_of
+from torch_bcg.metadata.instances import Guard, Instance, Read, instance_of
 from torch_bcg.metadata.registration import (
     BOUND,
     REGISTERED,
@@ -61,19 +61,43 @@ def _ways(source: Any) -> Iterator[str]:
         yield _text_of(source)
 
 
-def _sources(gm: fx.GraphModule) -> list[tuple[str, str, str, Any]]:
-    """(placeholder, "", text, source) of arguments, ("", kind, text, source) of what guards see."""
+class _Seen(NamedTuple):
+    """An argument of the graph, or what a guard looks at."""
+
+    placeholder: str  # "" of a guard
+    guard: Guard
+    text: str
+    source: Any
+
+
+def _sources(gm: fx.GraphModule) -> list[_Seen]:
+    """Arguments, then what guards look at."""
     arguments = [(p.name, getattr(p, "_dynamo_source", None)) for p in _placeholders(gm)]
     if arguments and all(source is None for _, source in arguments):
         raise _silent("_dynamo_source of placeholders", "no such attribute")
-    found = [(name, "", _text_of(s), s) for name, s in arguments if s is not None]
-    for guard in _guards():
-        source = guard.originating_source
-        if source is not None:
-            asked = getattr(guard.create_fn, "keywords", {}).get("attr")  # hasattr of what is there
-            text = _text_of(source) + (f".{asked}" if isinstance(asked, str) else "")
-            found.append(("", guard.create_fn_name(), text, source))
-    return found
+    found = [_Seen(name, "", _text_of(s), s) for name, s in arguments if s is not None]
+    found += [_Seen("", _compared_by(g), _text_behind(g), g.originating_source) for g in _guards()]
+    return [seen for seen in found if seen.source is not None]
+
+
+def _compared_by(guard: Any) -> Guard:
+    """What a guard compares of what it looks at."""
+    kind = guard.create_fn_name()
+    if kind in ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH"):
+        return "value"
+    return "type" if kind in ("TYPE_MATCH", "NOT_NONE_MATCH", "HASATTR") else "other"
+
+
+def _text_behind(guard: Any) -> str:
+    """The text of what a guard looks at; of ``hasattr``, of the attribute that is asked for."""
+    text = _text_of(guard.originating_source) if guard.originating_source is not None else ""
+    if guard.create_fn_name() != "HASATTR":
+        return text
+    member = getattr(guard.originating_source, "member", None)  # its last part in older versions
+    asked = getattr(guard.create_fn, "keywords", {}).get("attr")
+    if asked is None and member is None:
+        raise _silent("which attribute HASATTR asks for", repr(guard.create_fn))
+    return text if asked is None else f"{text}.{asked}"
 
 
 def _guards() -> list[Any]:
@@ -88,15 +112,15 @@ def _guards() -> list[Any]:
     return found
 
 
-def guarded_names() -> frozenset[str]:
+def compared_names() -> frozenset[str]:
     """Last names of what guards compare with a number, a text or None: ``eps``, ``training``.
 
     Known while Dynamo calls the backend; of objects as of modules.
     """
     if transaction() is None:
         return frozenset()
-    compared = [g for g in _guards() if g.create_fn_name() in COMPARED and g.originating_source]
-    ends = [re.search(r"(\w+)\W*$", _text_of(g.originating_source)) for g in compared]
+    texts = [_text_behind(g) for g in _guards() if _compared_by(g) == "value"]
+    ends = [re.search(r"(\w+)\W*$", text) for text in texts]
     return frozenset(end[1] for end in ends if end is not None)
 
 
@@ -139,14 +163,16 @@ def metadata_behind(gm: fx.GraphModule) -> tuple[Instance, ...]:
     objects: dict[str, object] = {}
     found: dict[int, tuple[object, list[Read]]] = {}
     bound = {id(x) for x in bound_objects()}
-    for placeholder, kind, whole, source in _sources(gm):
-        for text in (whole, *_ways(source)) if kind else _ways(source):
+    for seen in _sources(gm):
+        # An argument lies in an object; a guard may look at the object itself.
+        ways = [*_ways(seen.source)] if seen.placeholder else [seen.text, *_ways(seen.source)]
+        for text in ways:
             if text not in objects:
                 objects[text] = _object_at(text, scope)
             if registrations_of(type(objects[text])):
-                path = whole.removeprefix(text).removeprefix(".")
+                path = seen.text.removeprefix(text).removeprefix(".")
                 reads = found.setdefault(id(objects[text]), (objects[text], []))[1]
-                reads.append(Read(path, placeholder, whole, kind))
+                reads.append(Read(path, seen.placeholder, seen.text, seen.guard))
     return tuple(
         instance_of(metadata, reads, id(metadata) in bound) for metadata, reads in found.values()
     )

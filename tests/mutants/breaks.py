@@ -20,9 +20,9 @@ from mutants.recorders import (
     one_seed,
     recorders,
 )
+from torch_bcg.attributes import Attributes
 from torch_bcg.graph import modes, plan
 from torch_bcg.graph.plan import _Planner
-from torch_bcg.handle import Holders
 from torch_bcg.metadata import reading
 from torch_bcg.runtime import calls, memory, probe, statics, steps
 from torch_bcg.runtime.collection import Programs
@@ -128,9 +128,9 @@ def copies_back_at_the_end(monkeypatch):
 def values_stay(original):
     """The arguments of a call are kept until the next."""
 
-    def replay(program, args, bound, same):
+    def replay(program, args, bound, late):
         try:
-            return original(program, args, bound, same)
+            return original(program, args, bound, late)
         finally:
             for cell, place in bound.loads:
                 bound.cells[cell] = args[place]
@@ -237,9 +237,9 @@ MUTANTS = {
     "re-entry unseen": replaced(Pool, "in_use", lambda original: no_context),
     "in use after an exception": replaced(Pool, "in_use", never_left),
     "later marks unseen": replaced(torch_bcg.marking, "generation", always(0)),
-    "a handle's module unseen": replaced(Holders, "same", always(True)),
-    "a handle's settings unseen": replaced(torch_bcg.compiled, "settings_now", always(str)),
-    "a handle's metadata not compared": replaced(reading, "shape_of", forgiving),
+    "a handle's module unseen": replaced(Attributes, "unchanged", always(True)),
+    "a handle's settings unseen": replaced(torch_bcg.compiled, "watched_settings", always(str)),
+    "a handle's metadata not compared": replaced(reading, "outline_of", forgiving),
     "gradients ignored": replaced(torch_bcg.dynamo, "needs_gradients", always(False)),
 }
 

@@ -25,7 +25,7 @@ from torch_bcg.dsv4.layout import Layout
 from torch_bcg.dsv4.metadata import MOST_ROWS, DSV4Metadata
 from torch_bcg.dsv4.model import DeepseekV4
 from torch_bcg.dsv4.pools import Pools
-from torch_bcg.errors import BCGError, StaleError
+from torch_bcg.errors import BCGError, MisfitError
 from torch_bcg.graph.buckets import LADDER
 from torch_bcg.handle import ProgramHandle
 from torch_bcg.programs import forget_graphs
@@ -72,6 +72,9 @@ class Engine:
     declared equal in all calls, and a step that has others is a `BindingError`. An engine is open
     from its first step until it is closed, or gone.
 
+    Steps of a size whose program is known go past Dynamo. Between them weights, modules and numbers
+    of the model may be set anew; what else is (a hook, a forward) is seen after `close`.
+
     A step may come in any mode of autograd, each has programs of its own, and with autocast, which
     is off within.
 
@@ -82,9 +85,6 @@ class Engine:
         options: of the backend, and ``guard_filter_fn`` of `torch.compile`. ``buckets`` are sizes
             that steps are brought up to here; a step above them, and every step without them, has a
             program of its own size. Other options of padding do nothing here.
-
-    Steps of a size whose program is known go past Dynamo. Between them weights, modules and numbers
-    of the model may be set anew; what else is (a hook, a forward) is seen after `close`.
 
     Attributes:
         pools: the memory.
@@ -152,9 +152,7 @@ class Engine:
         """
         tokens = len(input_ids)
         rows = self.rows(tokens)
-        if (mode := _mode()) != self._mode:  # another graph, and other tensors may be written
-            self._forget()
-            self._mode = mode
+        self._settle()
         md = DSV4Metadata.create(batch, self.layout, rows, out=self.kept.get(rows))
         return self.forward(F.pad(input_ids, (0, rows - tokens)), md)[:tokens]
 
@@ -168,28 +166,31 @@ class Engine:
         Returns:
             [P, D].
         """
+        self._settle()
         rows = len(input_ids)
         with _without_autocast(input_ids.device.type):
             if rows in self.programs:
                 try:
                     (hidden,) = self.programs[rows](input_ids, metadata=md)
-                except StaleError:  # weights, marks or settings are others: Dynamo finds out which
-                    self._forget(rows)
-                else:
                     return cast("Tensor", hidden)
-            if self.backend is None or rows in self.kept:
-                with torch_bcg.bind_metadata(md):
-                    return cast("Tensor", self.compiled(input_ids))
-            before = {program: program.replays for program in torch_bcg.programs(self.compiled)}
-            _vary_rows(input_ids, md)
+                except MisfitError as error:  # weights, marks, settings: Dynamo finds out which
+                    if error.program is not self.programs[rows]:
+                        raise
+                    del self.programs[rows], self.kept[rows]
+            known = self.backend is None or rows in self.kept
+            before = {} if known else {p: p.replays for p in torch_bcg.programs(self.compiled)}
+            if not known:
+                _vary_rows(input_ids, md)
             with torch_bcg.bind_metadata(md):
                 hidden = self.compiled(input_ids)
-        self._keep(rows, md, before)
+        if not known:
+            self._keep(rows, md, before)
         return cast("Tensor", hidden)
 
     def close(self) -> None:
         """Frees what was recorded; a step after that records again."""
-        self._forget()
+        self.kept.clear()
+        self.programs.clear()
         if self.backend == "bcg":
             torch_bcg.reset(self.compiled)
 
@@ -209,11 +210,12 @@ class Engine:
                 if len(program.arguments) == 1:  # else numbers of the model are arguments as well
                     self.programs[rows] = program
 
-    def _forget(self, *rows: int) -> None:
-        """Nothing is known any more of some sizes, or of all."""
-        for known in (self.programs, self.kept):
-            for n in rows or list(known):
-                known.pop(n, None)
+    def _settle(self) -> None:
+        """Forgets what another mode knew: it has another graph, and may write other tensors."""
+        if (mode := _mode()) != self._mode:
+            self.kept.clear()
+            self.programs.clear()
+            self._mode = mode
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:

@@ -14,8 +14,8 @@ from torch_bcg.graph.known import Facts
 from torch_bcg.graph.modes import is_mode
 
 Item = Sequence[fx.Node]
-# One more launch takes the host some 6 us, and one address that is in no cache up to 0.5 us
-# (benchmarks/bench_transformer.py, H200); few kernels are done before anything is compared.
+# One more launch takes the host some 10 us, and 1,353 addresses take it 340 us where they are in no
+# cache (bench_dsv4.py on an H200). Few kernels are done before any of that is.
 STATICS, KERNELS = 256, 8
 
 
@@ -56,13 +56,16 @@ def divided(
         least: kernels that each recorded segment has.
     """
     is_given = given_in(gm, facts)
-    n = next((i for i, one in enumerate(items) if not is_repeatable(one, facts, is_given)), 0)
-    first, rest = items[:n], items[n:]
+    again = [is_repeatable(one, facts, is_given) for one in items]
+    if all(again):  # it is an opening as it is
+        return [items]
+    end = again.index(False)
+    first, rest = items[:end], items[end:]
     read = {s for one in first for node in one for s in facts.nodes[node.name].reads}
     late = [a for a in static if not any(t.storage in read for t in facts.nodes[a].tensors)]
-    orders = (n for n in gm.graph.nodes if facts.nodes[n.name].kind == "mode" and not is_mode(n))
-    streams = next(orders, None) is not None  # a fork is joined where it began
     enough = len(late) >= STATICS and _kernels(first, facts) >= max(KERNELS, least)
+    kinds = ((n, facts.nodes[n.name].kind) for n in gm.graph.nodes)
+    streams = any(kind == "mode" and not is_mode(n) for n, kind in kinds)  # forks are joined there
     if streams or not enough or _kernels(rest, facts) < least:
         return [items]
     return [first, rest]

@@ -55,7 +55,7 @@ def partition(
     mark_of: Callable[[fx.Node], Mark | None],
     found: Mapping[str, Reason],
     min_segment_kernels: int = 1,
-    compared: Collection[str] = (),
+    static: Collection[str] = (),
 ) -> Partition:
     """Cuts the graph.
 
@@ -65,7 +65,7 @@ def partition(
         mark_of: the mark on a node, if there is one.
         found: the probe's reasons by node name.
         min_segment_kernels: what fewer kernels make is not recorded.
-        compared: names of the arguments whose addresses a call compares when it has begun.
+        static: names of the arguments whose addresses are compared when a call has begun.
     """
     sorter = Sorter(gm, facts, mark_of, found)
     items = sorter.items()
@@ -86,10 +86,10 @@ def partition(
         elif kernels < min_segment_kernels:
             few = Reason("few kernels", run[0].name, where(run[0]), f"{kernels}")
             _append(stretches, run, [few])
-        elif stretches or not compared:
+        elif stretches or not static:
             stretches.append(Stretch(run))
         else:
-            parts = divided(items_of_run, gm, facts, compared, max(1, min_segment_kernels))
+            parts = divided(items_of_run, gm, facts, static, max(1, min_segment_kernels))
             stretches.extend(Stretch([n for item in part for n in item]) for part in parts)
         items_of_run.clear()
 

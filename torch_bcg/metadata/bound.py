@@ -50,7 +50,55 @@ def _nothing_bound(cls: type) -> BindingError:
     )
 
 
-class bind_metadata:  # noqa: N801 - used like a function
+class bind_as_it_is:  # noqa: N801 - used like a function
+    """Binds an object for a call that Dynamo does not see: for its class and registered bases.
+
+    Args:
+        metadata: an object of a registered class, or of one that inherits from such a class.
+
+    Raises:
+        BindingError: not registered; one of its classes is bound already, here or in another
+            thread; a number that is declared equal differs from that of what was compiled.
+    """
+
+    def __init__(self, metadata: object) -> None:
+        self.metadata = metadata
+        self.registrations: list[Registration] = []
+
+    def __enter__(self) -> None:
+        found = registrations_of(type(self.metadata))
+        if not found:
+            raise _nothing_bound(type(self.metadata))
+        check_equal(self.metadata)
+        with _lock:
+            for registration in found:
+                if registration.bound is not None:
+                    raise _bound_already(registration.cls)
+            self.prepare()
+            for registration in found:
+                bind(registration.cls, self.metadata)
+            self.registrations = found
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _lock:
+            for registration in self.registrations:
+                bind(registration.cls, None)
+            self.registrations = []
+            self.restore()
+
+    def prepare(self) -> None:
+        """What is done before the object is bound."""
+
+    def restore(self) -> None:
+        """What is done when it is bound no more."""
+
+
+class bind_metadata(bind_as_it_is):  # noqa: N801 - used like a function
     """``with bind_metadata(md): y = compiled(x)``: an object for one call.
 
     It is bound for its class and for the registered classes it inherits from, for all threads.
@@ -67,41 +115,21 @@ class bind_metadata:  # noqa: N801 - used like a function
     """
 
     def __init__(self, metadata: object) -> None:
-        self.metadata = metadata
-        self.registrations: list[Registration] = []
+        super().__init__(metadata)
         self.replaced: list[tuple[Any, schema.Step, object, object]] = []
 
-    def __enter__(self) -> None:
-        found = registrations_of(type(self.metadata))
-        if not found:
-            raise _nothing_bound(type(self.metadata))
-        check_equal(self.metadata)
-        with _lock:
-            for registration in found:
-                if registration.bound is not None:
-                    raise _bound_already(registration.cls)
-            self._replace(self.metadata)
-            for registration in found:
-                bind(registration.cls, self.metadata)
-            self.registrations = found
+    def prepare(self) -> None:
+        """Puts other tensors in the places of those that the object holds."""
+        self._replace(self.metadata)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with _lock:
-            for registration in self.registrations:
-                bind(registration.cls, None)
-            self.registrations = []
-            for holder, step, real, other in reversed(self.replaced):
-                if step.held(holder) is other:  # nobody has replaced it meanwhile
-                    step.put(holder, real)
-            self.replaced = []
+    def restore(self) -> None:
+        """Puts the real ones back."""
+        for holder, step, real, other in reversed(self.replaced):
+            if step.held(holder) is other:  # nobody has replaced it meanwhile
+                step.put(holder, real)
+        self.replaced = []
 
     def _replace(self, holder: Any) -> None:
-        """Puts other tensors in the places of those that an object or a container holds."""
         for step, real in list(schema.items(holder)):
             if isinstance(real, Tensor):
                 other: object = _distinct(real)
@@ -113,20 +141,6 @@ class bind_metadata:  # noqa: N801 - used like a function
             if other is not real:
                 step.put(holder, other)
                 self.replaced.append((holder, step, real, other))
-
-
-class bind_as_it_is(bind_metadata):  # noqa: N801 - used like a function
-    """The same for a call that Dynamo does not see: the fields hold the very tensors.
-
-    Args:
-        metadata: see there.
-
-    Raises:
-        BindingError: see there.
-    """
-
-    def _replace(self, holder: Any) -> None:
-        pass
 
 
 def _distinct(real: Any) -> Any:

@@ -14,17 +14,15 @@ from torch_bcg.errors import BindingError
 from torch_bcg.metadata.schema import (
     Numbers,
     leaves,
+    outline_of,
     parts,
     reader_of,
-    shape_of,
     sharing,
     within,
 )
 
 What = Literal["tensor", "number", "none", "object"]
-# Guards that compare what an object holds with what it held, and those that ask what it is.
-COMPARED = ("EQUALS_MATCH", "CONSTANT_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH")
-_TYPES = {"TYPE_MATCH", "NOT_NONE_MATCH", "HASATTR"}
+Guard = Literal["", "value", "type", "other"]
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,13 @@ class Read:
         path: where it is in the object.
         argument: the placeholder that it is, or "": a constant of the graph.
         text: what Dynamo writes for where it comes from.
-        kind: what the guard is called that looks at it, "" for an argument.
+        guard: what a guard compares of it, "" for an argument.
     """
 
     path: str
     argument: str
     text: str
-    kind: str = ""
+    guard: Guard = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Instance:
         sharing: groups of paths that hold one tensor.
         arguments: path -> placeholder of the graph.
         constants: path -> Dynamo's text, of numbers and other objects that the graph was made for.
-        guarded: path -> `schema.shape_of` what the graph was made for there, arguments left out.
+        outlines: path -> `outline_of` what guards look at there, arguments left out.
         opaque: paths of which it was made for more than that tells.
         bound: it is what `bind_metadata` bound, not an argument or something in another object.
     """
@@ -68,7 +66,7 @@ class Instance:
     sharing: tuple[tuple[str, ...], ...]
     arguments: Mapping[str, str]
     constants: Mapping[str, str]
-    guarded: Mapping[str, object]
+    outlines: Mapping[str, object]
     opaque: tuple[str, ...]
     bound: bool
 
@@ -87,11 +85,11 @@ def instance_of(metadata: object, reads: Iterable[Read], bound: bool = False) ->
     what = {path: _what(value) for path, value in held.items()}
     arguments: dict[str, str] = {}
     constants: dict[str, str] = {}
-    guards: dict[str, set[str]] = {}
+    guards: dict[str, set[Guard]] = {}
     for read in reads:
-        if read.kind:
-            guards.setdefault(read.path, set()).add(read.kind)
-            if read.kind not in COMPARED:
+        if read.guard:
+            guards.setdefault(read.path, set()).add(read.guard)
+            if read.guard != "value":
                 continue
         field = next((p for p in what if within(read.path, p)), None)
         if field is None:
@@ -102,7 +100,7 @@ def instance_of(metadata: object, reads: Iterable[Read], bound: bool = False) ->
             constants[field] = read.text
     for path in arguments:
         guards.pop(path, None)
-    guarded, opaque = _guarded(metadata, guards)
+    outlines, opaque = _outlined(metadata, guards)
     return Instance(
         type(metadata),
         what,
@@ -111,17 +109,17 @@ def instance_of(metadata: object, reads: Iterable[Read], bound: bool = False) ->
         tuple(map(tuple, sharing(metadata))),
         arguments,
         constants,
-        guarded,
+        outlines,
         opaque,
         bound,
     )
 
 
-def _guarded(
-    metadata: object, guards: Mapping[str, Collection[str]]
+def _outlined(
+    metadata: object, guards: Mapping[str, Collection[Guard]]
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Shapes of what guards look at, and the paths of which they look at more."""
-    shapes: dict[str, object] = {}
+    """Outlines of what guards look at, and the paths of which they compare more than that."""
+    outlines: dict[str, object] = {}
     opaque = []
     for path, kinds in guards.items():
         try:
@@ -129,11 +127,11 @@ def _guarded(
         except (NameError, AttributeError, LookupError, TypeError, SyntaxError):
             opaque.append(path)  # a name of Dynamo's own
             continue
-        shapes[path] = shape_of(value)
+        outlines[path] = outline_of(value)
         plain = value is None or isinstance(value, (*Numbers, list, tuple, dict))
-        if not plain and not _TYPES.issuperset(kinds):
+        if not plain and {*kinds} != {"type"}:
             opaque.append(path)
-    return shapes, tuple(opaque)
+    return outlines, tuple(opaque)
 
 
 def _check_on_the_way(cls: type, path: str, fields: Iterable[str]) -> None:

@@ -1,7 +1,8 @@
 """Fields of a metadata object, through nested dataclasses and containers, by path.
 
 A path is what is written behind the object in Python, ``seq_lens``, ``core.page_table``,
-``tables[0]``, ``plans['c4']``, and it is never parsed: the steps that lead there go with it.
+``tables[0]``, ``plans['c4']``. The steps that lead there go with it; `reader_of` alone takes it for
+the Python that it is.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ def getter_of(paths: Sequence[Steps]) -> Getter:
 
 
 def reader_of(paths: Iterable[str]) -> Getter:
-    """The same for paths as they are written, which may lead into what has no steps.
+    """A function from an object to what it holds at paths as they are written, "" is itself.
+
+    They may lead into what has no steps.
 
     Raises:
         SyntaxError: one is no Python.
@@ -110,10 +113,10 @@ def reader_of(paths: Iterable[str]) -> Getter:
     return found
 
 
-def shape_of(value: object) -> object:
+def outline_of(value: object) -> object:
     """What tells two values apart without their tensors: type, number, length or keys."""
     if isinstance(value, Numbers):
-        return type(value), repr(value)  # not a number is itself
+        return type(value), repr(value)  # as a text NaN equals itself
     if isinstance(value, (list, tuple)):
         return type(value), len(value)
     return (type(value), tuple(value)) if isinstance(value, dict) else type(value)

@@ -34,6 +34,7 @@ def capture(
     aliases: Aliases | None = None,
     checks: tuple[str, ...] = (),
     inner: Inner | None = None,
+    opens: bool = False,
 ) -> Program:
     """Builds the program of one key and one set of static tensors.
 
@@ -43,6 +44,7 @@ def capture(
         aliases: hands out program memory itself as outputs; None: copies.
         checks: what is checked in a replay, see `runtime.checks`.
         inner: compiles what is recorded; None: as it is.
+        opens: a replay may begin before all addresses are compared.
 
     Raises:
         CaptureError: a segment cannot be recorded; its ``node`` is the one that failed.
@@ -59,9 +61,7 @@ def capture(
             recorded_kernels += 0 if unrecorded(segment.index) else segment.kernels
         space.held.clear()
         grown = space.grown
-        # What looks at a segment or hands out its memory would notice one that runs in vain.
-        plain = checks == ("address",) and aliases is None
-        opening = space.plan.opening if plain else None
+        opening = space.plan.opening if opens else None
         scene = Scene(space, recordings, aliases, checks, opening)
 
         def at(key: tuple[int, ...]) -> Bound:

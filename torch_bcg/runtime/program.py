@@ -90,11 +90,11 @@ class Program:
         return slot
 
     def replay(
-        self, args: Sequence[Any], bound: Bound, same: Callable[[], bool]
+        self, args: Sequence[Any], bound: Bound, late: Callable[[Sequence[Any]], bool]
     ) -> tuple[Any, ...]:
         """One call: copy in, steps, outputs. The caller has checked key, overlaps, early addresses.
 
-        The late ones are compared here, and ``same`` is asked, while the device runs the opening.
+        ``late`` tells of the late ones, and is asked here while the device runs the opening.
         ``args`` is read before the first eager step and never after: a call amid this one may fill
         the same list.
 
@@ -112,7 +112,7 @@ class Program:
             if bound.early:
                 for step in steps[: bound.early]:
                     step()
-                if not (self.statics.match_late(args) and same()):
+                if not late(args):
                     raise Misfit
                 steps = steps[bound.early :]
             for step in steps:

@@ -1,0 +1,161 @@
+"""The arguments of a program that is called directly: who brings each, and what it has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bcg.errors import MisfitError
+from torch_bcg.graph import sizes
+from torch_bcg.graph.ir import Plan
+from torch_bcg.graph.sizes import Geometry
+from torch_bcg.metadata.instances import Instance
+from torch_bcg.metadata.reading import Fields
+from torch_bcg.runtime import memory
+from torch_bcg.runtime.statics import Statics
+
+
+class Arguments:
+    """All arguments of one program, of which a call brings some.
+
+    Static tensors and sizes of the program are here already, fields come from what is bound, sizes
+    from the tensors that have them, and the rest is given.
+
+    Args:
+        plan: of the program.
+        key: values of its symbols.
+        statics: its static tensors.
+        static: those, alive.
+        instances: objects that are bound when the graph is called.
+        numbers: expressions of the arguments that are numbers of the key.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        key: Sequence[int],
+        statics: Statics,
+        static: Sequence[object],
+        instances: Sequence[Instance],
+        numbers: Mapping[str, str],
+    ) -> None:
+        names = plan.arguments
+        self._plan, self._names = plan, names
+        self._fields = [Fields(i, names) for i in instances]
+        of_fields = {place: names[place] for f in self._fields for place in f.places}
+        self._derived = [d for d in derived_sizes(plan) if d[0] not in of_fields]
+        self._full: list[Any] = [None] * len(names)
+        symbols = zip(plan.symbols, key, strict=True)
+        known: dict[int, object] = {names.index(a): n for (_, a, dim), n in symbols if dim < 0}
+        known |= dict(zip(statics.places, static, strict=True))
+        for place, value in known.items():
+            self._full[place] = value
+        homes = {v.name: v.home for v in plan.values}
+        elsewhere = {*of_fields, *known, *(target for target, _, _ in self._derived)}
+        self._given = [
+            place
+            for place, name in enumerate(names)
+            if place not in elsewhere and homes[name] not in ("static", "size")
+        ]
+        self._brought = [*self._given, *of_fields]
+        specs = {v.name: v.spec for v in plan.values if v.spec is not None}
+        self._tensors = [
+            (place, names[place], getattr(torch, specs[names[place]].dtype))
+            for place in self._brought
+            if names[place] in specs
+        ]
+        at = zip(statics.places, statics.found_at, strict=True)
+        self._fixed = [(place, found_at) for place, found_at in at if place in of_fields]
+        sized = {place: numbers[name] for place, name in of_fields.items() if name in numbers}
+        self._sized, self._sizes = (
+            [*sized],
+            sizes.compiled(sized.values(), [s for s, _, _ in plan.symbols]),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are given, in the order of the graph."""
+        return tuple(self._names[place] for place in self._given)
+
+    @contextmanager
+    def of_call(self, given: Sequence[Any]) -> Iterator[list[Any]]:
+        """All arguments of one call, until it ends.
+
+        Raises:
+            MisfitError: another number of arguments, or an object is bound that does not fit.
+        """
+        if len(given) != len(self._given):
+            raise misfit("number of arguments", str(len(self._given)), str(len(given)))
+        # No copy: of hundreds of weights that takes as long as all the rest. A call of this program
+        # amid this one fills and empties the same places, which the replay has read.
+        full = self._full
+        try:
+            for place, x in zip(self._given, given, strict=True):
+                full[place] = x
+            for fields in self._fields:
+                fields.take(full)
+            for target, source, dim in self._derived:
+                full[target] = full[source].shape[dim]
+            yield full
+        finally:
+            for place in self._brought:
+                full[place] = None
+
+    def check(self, key: Sequence[int], geometries: Mapping[str, Geometry]) -> None:
+        """Compares what a call of this key brings with what the program was recorded for.
+
+        Raises:
+            MisfitError: something differs.
+        """
+        full = self._full
+        for place, name, dtype in self._tensors:
+            x = full[place]
+            if not isinstance(x, Tensor):
+                raise misfit(name, "a tensor", type(x).__name__)
+            if name in geometries and (x.shape, x.stride()) != geometries[name][:2]:
+                raise misfit(name, str(geometries[name][:2]), str((tuple(x.shape), x.stride())))
+            if x.dtype != dtype:
+                raise misfit(name, str(dtype), str(x.dtype))
+        for place, number in zip(self._sized, self._sizes(*key), strict=True):
+            if full[place] != number:
+                raise misfit(self._names[place], str(number), str(full[place]))
+        for place, found_at in self._fixed:
+            if memory.addresses(full[place]) != found_at:
+                raise misfit(self._names[place], "the address recorded", "another one")
+
+
+def derived_sizes(plan: Plan) -> list[tuple[int, int, int]]:
+    """Arguments that are sizes of others, and the tensor and dim that have each.
+
+    The padded size as a number, and sizes of no key.
+    """
+    names, padding = plan.arguments, plan.padding
+    found = [
+        (names.index(argument), names.index(padding.argument), padding.dim)
+        for symbol, argument, dim in plan.symbols
+        if padding is not None and symbol == padding.symbol and dim < 0
+    ]
+    for symbol, argument, dim in plan.call_symbols:
+        if dim < 0:
+            source, at = next(
+                (v.name, v.spec.size.index(symbol))
+                for v in plan.values
+                if v.name in names and v.spec is not None and symbol in v.spec.size
+            )
+            found.append((names.index(argument), names.index(source), at))
+    return found
+
+
+def misfit(what: str, expected: str, found: str) -> MisfitError:
+    """The error for a call that a program was not recorded for."""
+    return MisfitError(
+        f"The program was not recorded for this call: {what}.",
+        where="ProgramHandle",
+        expected=expected,
+        found=found,
+        fix="Call the compiled function, which finds or records the right program.",
+    )
