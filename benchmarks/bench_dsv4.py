@@ -13,8 +13,8 @@ with prompts of which 0 to 12k positions are done. The same step is taken again 
   inductor-floor  the same for inductor
 
 over one set of weights, each with memory of its own (floors with that of theirs) and the same
-random numbers in it. A call is the compiled forward: in all of them the metadata is built before
-and bound in the call, token ids are copied in and rows copied out. Times:
+random numbers in it. A call is `Engine.forward`: in all of them the metadata is built before and
+bound in the call, token ids are copied in and rows copied out. Times:
 
   latency       until the device is idle
   host          until the call returns
