@@ -1,71 +1,106 @@
-"""What a module has: its tensors, submodules and numbers, and whether that is so still."""
+"""What a module has: its tensors, submodules and all else, and whether that is so still."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from torch_bcg.metadata.schema import Numbers
+from torch_bcg.sources import value_in
 
+Place = tuple[dict[Any, Any], Any, object]  # a dict, a key, and the value that is there
 _NOTHING = object()
+_GROWING = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def dicts_of(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Where a module keeps its parameters, buffers, submodules and all else."""
-    yield from (module._parameters, module._buffers, module._modules, vars(module))
+    """Where a module keeps its parameters, buffers and submodules."""
+    yield from (module._parameters, module._buffers, module._modules)
 
 
 class Attributes:
-    """Attributes of modules, with the values that they had when this was made.
+    """Everything that a module and its submodules have.
 
     Args:
-        found: (the dict that has it, name, value) of each.
+        module: the root; None: nothing.
     """
 
-    def __init__(self, found: Sequence[tuple[dict[str, Any], str, object]]) -> None:
-        self._found = found
-        self._dicts = [d for d, _, _ in found]
-        self._names = [name for _, name, _ in found]
-        self._values = [value for _, _, value in found]
+    def __init__(self, module: nn.Module | None) -> None:
+        modules = [] if module is None else [*module.modules()]
+        self.module = None if module is None else weakref.ref(module)
+        self.held = [(d, k, x) for m in modules for d in dicts_of(m) for k, x in d.items()]
+        self.others = [(vars(m), k, x) for m in modules for k, x in vars(m).items()]
+        self.growing = [d for m in modules if isinstance(m, _GROWING) for d in dicts_of(m)]
 
-    @staticmethod
-    def of(module: nn.Module | None) -> Attributes:
-        """Tensors, modules and numbers of a module and its submodules; None: nothing."""
-        modules = module.modules() if module is not None else ()
-        kinds = (Tensor, nn.Module, *Numbers)
-        return Attributes(
-            [
-                (d, name, x)
-                for m in modules
-                for d in dicts_of(m)
-                for name, x in d.items()
-                if isinstance(x, kinds)
-            ]
-        )
+    def about(
+        self, tensors: Mapping[str, object], own: Mapping[str, str], names: Collection[str]
+    ) -> Watched:
+        """What of it a program depends on.
 
-    def about(self, tensors: Sequence[object], numbers: Collection[str]) -> Attributes:
-        """Of these some tensors, numbers of these names and all modules.
-
-        Nothing if none of the tensors is here: then they are those of another instance.
+        Args:
+            tensors: the static ones of the program, by name.
+            own: where in the module those of them are that are its parameters and buffers.
+            names: of other attributes that its graph was made for.
         """
-        wanted = {id(t) for t in tensors}
-        mine = [one for one in self._found if id(one[2]) in wanted]
-        others = [
-            (d, name, x)
-            for d, name, x in self._found
-            if isinstance(x, nn.Module) or (name in numbers and isinstance(x, Numbers))
+        wanted = {id(t) for t in tensors.values()}
+        places = [
+            place
+            for place in self.held
+            if place[2] is None or isinstance(place[2], nn.Module) or id(place[2]) in wanted
         ]
-        return Attributes([*mine, *others] if mine else [])
+        others = [place for place in self.others if id(place[2]) in wanted or place[1] in names]
+        dicts = [x for _, _, x in others if isinstance(x, dict)]
+        lists = [x for _, _, x in others if isinstance(x, list)]
+        places += others + [(d, k, x) for d in dicts for k, x in d.items()]
+        if self.module is None:
+            return Watched(places, dicts, lists)
+        mine = ((n, x, value_in(self.module(), own[n])) for n, x in tensors.items() if n in own)
+        missing = next((n for n, x, now in mine if now is not x), "")
+        return Watched(places, [*self.growing, *dicts], lists, missing)
+
+
+class Watched:
+    """Values that have to stay the objects that they were when this was made.
+
+    Args:
+        places: values in dicts.
+        growing: dicts that may get more keys.
+        lists: of any objects.
+        missing: what was not the same even then, "" if nothing.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place] = (),
+        growing: Sequence[dict[Any, Any]] = (),
+        lists: Sequence[list[Any]] = (),
+        missing: str = "",
+    ) -> None:
+        self._dicts = [d for d, _, _ in places]
+        self._keys = [k for _, k, _ in places]
+        self._values = [x for _, _, x in places]
+        self._growing, self._sizes = growing, [*map(len, growing)]
+        self._lists, self._contents = lists, [*map(tuple, lists)]
+        self._missing = missing
 
     def unchanged(self) -> bool:
-        """Whether each is the same object still."""
-        now = map(dict.get, self._dicts, self._names, itertools.repeat(_NOTHING))
-        return all(map(operator.is_, now, self._values))
+        """Whether they are."""
+        now = map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING))
+        pairs = zip(self._lists, self._contents, strict=True)
+        return (
+            not self._missing
+            and all(map(operator.is_, now, self._values))
+            and [*map(len, self._growing)] == self._sizes
+            and all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
+        )
 
     def changed(self) -> str:
-        """The name of the first that is another object now, "" if none is."""
-        return next((name for d, name, x in self._found if d.get(name, _NOTHING) is not x), "")
+        """What is not, "" if all are."""
+        places = zip(self._dicts, self._keys, self._values, strict=True)
+        others = (str(k) for d, k, x in places if d.get(k, _NOTHING) is not x)
+        rest = "" if self.unchanged() else "a container"
+        return self._missing or next(others, rest)

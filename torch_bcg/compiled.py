@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,13 @@ from torch_bcg.runtime.slots import Slots
 from torch_bcg.runtime.statics import Statics
 from torch_bcg.runtime.trial import Trial
 from torch_bcg.runtime.workspace import Workspace
-from torch_bcg.sources import check_apart, compared_names, let_integers_vary, metadata_behind
+from torch_bcg.sources import (
+    check_apart,
+    let_integers_vary,
+    metadata_behind,
+    names_guarded,
+    own_tensors,
+)
 
 
 def current_generation() -> tuple[int, int]:
@@ -92,6 +98,7 @@ class CompiledGraph:
         check_apart(gm)
         let_integers_vary(instances)
         names = names_of(instances)
+        self.own = own_tensors(gm)
         self.instances = renamed(instances, names)
         self.gm = gm = inlined(gm, names)
         self.eager = plain(self.gm)
@@ -106,7 +113,7 @@ class CompiledGraph:
         self.marks = [marking.resolve(m) for m in options.mark]
         self.owner = type_of_self()
         self.changed_settings = watched_settings()
-        self.compared_names = compared_names()
+        self.names_guarded = names_guarded()
         self.warned: set[str] = set()
         self.unnamed = self.rows.unnamed
         self.inner = None if options.inner == "eager" else Inner(options.inner, self.facts)
@@ -226,10 +233,13 @@ class CompiledGraph:
             return self.run_program(program, args, key)
 
     def number_expressions(self) -> dict[str, str]:
-        """Arguments that are numbers of the key, by its symbols."""
-        symbols = {s for s, _, _ in self.plan.symbols}
+        """Arguments that are numbers, by symbols."""
         nodes = ((a, self.facts.nodes[a]) for a in self.plan.arguments)
-        return {a: f.expr for a, f in nodes if not f.tensors and f.expr and f.symbols <= symbols}
+        return {a: f.expr for a, f in nodes if not f.tensors and f.expr}
+
+    def allows(self, sizes: Mapping[str, int]) -> bool:
+        """Whether Dynamo made the graph for such values of symbols."""
+        return self.rows.guards is None or self.rows.guards.allows(sizes)
 
     def run_program(
         self, program: Program, args: Sequence[Any], key: Key, late: Late | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,8 @@ from torch_bcg.metadata.reading import Fields
 from torch_bcg.runtime import memory
 from torch_bcg.runtime.statics import Statics
 
+_SYMBOL = re.compile(r"\b[su]\d+\b")
+
 
 class Arguments:
     """All arguments of one program, of which a call brings some.
@@ -31,7 +34,7 @@ class Arguments:
         statics: its static tensors.
         static: those, alive.
         instances: objects that are bound when the graph is called.
-        numbers: expressions of the arguments that are numbers of the key.
+        numbers: expressions of the arguments that are numbers.
     """
 
     def __init__(
@@ -64,17 +67,22 @@ class Arguments:
         self._brought = [*self._given, *of_fields]
         specs = {v.name: v.spec for v in plan.values if v.spec is not None}
         self._tensors = [
-            (place, names[place], getattr(torch, specs[names[place]].dtype))
+            (place, n, getattr(torch, specs[n].dtype), torch.device(specs[n].device))
             for place in self._brought
-            if names[place] in specs
+            if (n := names[place]) in specs
         ]
         at = zip(statics.places, statics.found_at, strict=True)
         self._fixed = [(place, found_at) for place, found_at in at if place in of_fields]
-        sized = {place: numbers[name] for place, name in of_fields.items() if name in numbers}
-        self._sized, self._sizes = (
-            [*sized],
-            sizes.compiled(sized.values(), [s for s, _, _ in plan.symbols]),
-        )
+        symbols_of_key = [s for s, _, _ in plan.symbols]
+        of_key = {n: e for n, e in numbers.items() if {*_SYMBOL.findall(e)} <= {*symbols_of_key}}
+        sized = {place: of_key[name] for place, name in of_fields.items() if name in of_key}
+        self._sized, self._sizes = [*sized], sizes.compiled(sized.values(), symbols_of_key)
+        alone = {names.index(n): e for n, e in numbers.items() if _SYMBOL.fullmatch(e)}
+        self._integers = [(place, names[place]) for place in self._brought if place in alone]
+        self._symbols = {e: (place, -1) for place, e in alone.items()}
+        self._symbols |= {
+            s: (names.index(a), dim) for s, a, dim in (*plan.call_symbols, *plan.symbols)
+        }
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,12 +106,26 @@ class Arguments:
                 full[place] = x
             for fields in self._fields:
                 fields.take(full)
+            for place, name, _, _ in self._tensors:
+                if not isinstance(full[place], Tensor):
+                    raise misfit(name, "a tensor", type(full[place]).__name__)
+            for place, name in self._integers:
+                if type(full[place]) is not int:
+                    raise misfit(name, "an int", type(full[place]).__name__)
             for target, source, dim in self._derived:
                 full[target] = full[source].shape[dim]
             yield full
         finally:
             for place in self._brought:
                 full[place] = None
+
+    def values(self) -> dict[str, int]:
+        """Of the symbols, in a call."""
+        full = self._full
+        return {
+            symbol: full[place] if dim < 0 else full[place].shape[dim]
+            for symbol, (place, dim) in self._symbols.items()
+        }
 
     def check(self, key: Sequence[int], geometries: Mapping[str, Geometry]) -> None:
         """Compares what a call of this key brings with what the program was recorded for.
@@ -112,14 +134,14 @@ class Arguments:
             MisfitError: something differs.
         """
         full = self._full
-        for place, name, dtype in self._tensors:
+        for place, name, dtype, device in self._tensors:
             x = full[place]
-            if not isinstance(x, Tensor):
-                raise misfit(name, "a tensor", type(x).__name__)
             if name in geometries and (x.shape, x.stride()) != geometries[name][:2]:
                 raise misfit(name, str(geometries[name][:2]), str((tuple(x.shape), x.stride())))
             if x.dtype != dtype:
                 raise misfit(name, str(dtype), str(x.dtype))
+            if x.device != device:
+                raise misfit(name, str(device), str(x.device))
         for place, number in zip(self._sized, self._sizes(*key), strict=True):
             if full[place] != number:
                 raise misfit(self._names[place], str(number), str(full[place]))

@@ -30,20 +30,14 @@ def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> boo
 def watched_settings() -> Callable[[], str]:
     """A function that names the global settings of torch that differ from now, "" if none does.
 
-    Those that Dynamo guards every graph with, such as precisions, autocast, determinism and the
-    default dtype; not the mode of autograd, which changes no value.
+    Those that Dynamo guards every graph with, such as the mode of autograd, precisions, autocast,
+    determinism and the default dtype.
     """
     guard = getattr(guards, "GlobalStateGuard", None)
     if guard is None:
         return lambda: "this torch does not say"
     then = guard()
-
-    def changed() -> str:
-        if then.check():
-            return ""
-        return " ".join(name for name in then.reason().split() if name != "grad_mode")
-
-    return changed
+    return lambda: "" if then.check() else then.reason().strip()
 
 
 def type_of_self() -> type | None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_bcg.attributes import Attributes
+from torch_bcg.attributes import Attributes, Watched
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.direct import Arguments, misfit
 from torch_bcg.errors import BCGError, MisfitError
@@ -77,9 +77,9 @@ class ProgramHandle:
     def __call__(self, *args: Any, metadata: object = None) -> tuple[Any, ...]:
         """Replays with these `arguments`, in order; returns the graph's outputs.
 
-        With ``check="address"`` all static tensors have to be in place, and a compiled module has
-        to have the tensors, modules and numbers that it had when `programs` was called; else only
-        the address of the first tensor is looked at. Hooks and the code of a module are not.
+        With ``check="address"`` all static tensors have to be in place, parameters and buffers in
+        the compiled module, and that has to have what else it had when `programs` was called; else
+        only the address of the first tensor is looked at. Hooks and the code of a module are not.
 
         Args:
             args: tensors and numbers.
@@ -120,6 +120,9 @@ class ProgramHandle:
         if graph.rows.key_for(key) != program.key:
             raise misfit("sizes", f"those of {dict(self.sizes)}", str(key))
         self._arguments.check(key, program.at(key).geometries)
+        values = self._arguments.values()
+        if not graph.allows(values):
+            raise misfit("sizes", "those Dynamo made the graph for", str(values))
 
     def captured(self, live: T) -> T:
         """A copy of a metadata object whose tensors are the slots of this program.
@@ -185,11 +188,13 @@ class ProgramHandle:
         return Arguments(self.plan, program.key, program.statics, self._static, bound, numbers)
 
     @functools.cached_property
-    def _watched(self) -> Attributes:
+    def _watched(self) -> Watched:
         """What of the module the program depends on."""
-        if "address" not in self._graph.options.check:
-            return Attributes([])
-        return self._attributes.about(self._static, self._graph.compared_names)
+        graph = self._graph
+        if "address" not in graph.options.check:
+            return Watched()
+        static = dict(zip(self._program.statics.names, self._static, strict=True))
+        return self._attributes.about(static, graph.own, graph.names_guarded)
 
     def _late(self, args: Sequence[Any]) -> bool:
         """Whether the call is the program's; asked once the opening runs."""

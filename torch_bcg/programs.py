@@ -35,7 +35,7 @@ def is_compiled(compiled: Any) -> bool:
 
 def programs(compiled: Callable[..., Any]) -> list[ProgramHandle]:
     """The programs of a compiled function or module, the last used of each graph first."""
-    attributes = Attributes.of(module_of(compiled))
+    attributes = Attributes(module_of(compiled))
     return [ProgramHandle(g, p, attributes) for g in graphs_of(compiled) for p in g.programs]
 
 

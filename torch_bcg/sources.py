@@ -112,16 +112,29 @@ def _guards() -> list[Any]:
     return found
 
 
-def compared_names() -> frozenset[str]:
-    """Last names of what guards compare with a number, a text or None: ``eps``, ``training``.
+def names_guarded() -> frozenset[str]:
+    """Names of attributes that guards look at, on the way as well: ``config``, ``eps``, ``layers``.
 
     Known while Dynamo calls the backend; of objects as of modules.
     """
     if transaction() is None:
         return frozenset()
-    texts = [_text_behind(g) for g in _guards() if _compared_by(g) == "value"]
-    ends = [re.search(r"(\w+)\W*$", text) for text in texts]
-    return frozenset(end[1] for end in ends if end is not None)
+    return frozenset(n for g in _guards() for n in re.findall(r"\w+", _text_behind(g)))
+
+
+def own_tensors(gm: fx.GraphModule) -> dict[str, str]:
+    """Placeholders that are parameters and buffers of ``self`` in the code that Dynamo compiles.
+
+    With the texts of where they are in it, see `value_in`.
+    """
+    own = re.compile(r"L\['self'\].*_(parameters|buffers)\['[^']*'\]")
+    texts = {p.name: source_text(p) for p in _placeholders(gm)}
+    return {name: text for name, text in texts.items() if text and own.fullmatch(text)}
+
+
+def value_in(module: object, text: str) -> object:
+    """What a module has where a text of `own_tensors` says; None if it has nothing there."""
+    return _object_at(text, {"L": {"self": module}})
 
 
 def _placeholders(gm: fx.GraphModule) -> Sequence[fx.Node]:

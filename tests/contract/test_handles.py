@@ -140,19 +140,177 @@ def test_what_is_written_in_place_is_no_change(called, device):
 
 
 def test_a_program_of_another_instance(device):
-    """It is not for this module to say whether its tensors are those of then."""
+    """All instances of a class are listed; a program is called for the module that has its tensors."""
     mine, other = Model(device), Model(device)
+    other.first = mine.first
     compiled = [torch.compile(m, backend="bcg") for m in (mine, other)]
     with torch.no_grad():
         for one in (*compiled, compiled[0]):
             for _ in range(2):
                 one(rows(device))
-        of_mine, of_other = torch_bcg.programs(compiled[0])
-        mine.second.weight = new(mine.second)
         x = rows(device)
-        with pytest.raises(MisfitError):
-            of_mine(x)
-        assert_same(of_other(x), (Model.forward(other, x),))
+        for one, model in zip(compiled, (mine, other), strict=True):
+            programs = torch_bcg.programs(one)
+            own = [p for p in programs if answers(p, x)]
+            assert 0 < len(own) < len(programs)
+            assert_same([p(x) for p in own], [(Model.forward(model, x),)] * len(own))
+
+
+def answers(program, x):
+    with contextlib.suppress(MisfitError):
+        return program(x)
+    return None
+
+
+def test_a_handle_taken_after_a_change(called, device):
+    """The program is not the module's, whenever that was found out."""
+    model, compiled, _ = called
+    old, model.second.weight = model.second.weight, new(model.second)
+    (program,) = torch_bcg.programs(compiled)
+    with torch.no_grad(), pytest.raises(MisfitError, match="weight"):
+        program(rows(device))
+    model.second.weight = old
+    model.first, model.second = model.second, model.first  # all of them are there, in other places
+    (program,) = torch_bcg.programs(compiled)
+    with torch.no_grad(), pytest.raises(MisfitError, match="weight"):
+        program(rows(device))
+
+
+class Varied(nn.Module):
+    """Has what a trace looks into besides tensors."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False, device=device) for _ in range(2))
+        self.register_buffer("offset", None)
+        self.last = None
+        self.factors, self.names = [2.0, 3.0], {"a": 1.5}
+        self.config = dataclasses.make_dataclass("Config", ["eps", "device"])(0.5, device)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        x = plus_one(x) * self.factors[1] + self.names["a"] + self.config.eps
+        if self.offset is not None:
+            x = x + self.offset
+        return x if self.last is None else self.last(x)
+
+
+VARIED = {
+    "grown": lambda m, d: m.layers.append(nn.Linear(6, 6, device=d)),
+    "shrunk": lambda m, d: m.layers.__delitem__(0),
+    "swapped": lambda m, d: m.layers.__setitem__(0, m.layers[1]),
+    "bias": lambda m, d: setattr(m.layers[0], "bias", nn.Parameter(rows(d, 1)[0])),
+    "buffer": lambda m, d: setattr(m, "offset", rows(d)),
+    "module": lambda m, d: setattr(m, "last", nn.Linear(6, 6, device=d)),
+    "list": lambda m, d: m.factors.__setitem__(1, 4.0),
+    "dict": lambda m, d: m.names.update(a=2.5),
+    "object": lambda m, d: setattr(m, "config", dataclasses.replace(m.config, eps=7.0)),
+}
+
+
+@pytest.mark.parametrize("what", VARIED)
+def test_other_parts_of_a_module(device, what):
+    model = Varied(device)
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BCGWarning)
+        for _ in range(3):
+            compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        for _ in range(3):
+            x = rows(device)
+            assert_same(program(x), (Varied.forward(model, x),))
+        VARIED[what](model, device)
+        for _ in range(3):
+            x = rows(device)
+            with pytest.raises(MisfitError):
+                program(x)
+            assert_same(compiled(x), Varied.forward(model, x))
+
+
+class Weightless(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = 0.5
+
+    def forward(self, x):
+        return plus_one(x) * self.shift
+
+
+def test_a_module_without_tensors(device):
+    model = Weightless()
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        model.shift = 1.5
+        with pytest.raises(MisfitError, match="shift"):
+            program(rows(device))
+
+
+@torch_bcg.eager_on_graph(mutates_args=("out",))
+def add_all_(x: torch.Tensor, others: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x + others.sum())
+
+
+@pytest.mark.parametrize("what", ["a number", "rows that nothing is recorded for"])
+def test_sizes_that_the_graph_was_not_made_for(device, what):
+    """They are in no key: a guard of Dynamo's alone tells them apart."""
+
+    def by_number(x, n):
+        return plus_one(x * n) * (2 if n > 5 else 3)
+
+    def by_rows(x, others):
+        out = torch.empty_like(x)
+        add_all_(x * 2, others, out)
+        return out * (2 if others.shape[0] > 5 else 3)
+
+    fn = by_number if what == "a number" else by_rows
+    compiled = torch.compile(fn, backend="bcg", dynamic=True)
+    with torch.no_grad():
+        for n in range(6, 12):
+            compiled(rows(device), n if fn is by_number else rows(device, n))
+        program = torch_bcg.programs(compiled)[0]
+        for n in (7, 12, 3, 9, 5):
+            x, y = rows(device), n if fn is by_number else rows(device, n)
+            if n > 5:
+                assert_same(program(x, y), (fn(x, y),))
+            else:
+                with pytest.raises(MisfitError, match="sizes"):
+                    program(x, y)
+        if fn is by_number:
+            with pytest.raises(MisfitError, match="int"):
+                program(x, 7.5)
+
+
+def test_padded_sizes_that_the_graph_was_not_made_for(device):
+    compiled = torch.compile(
+        lambda x: plus_one(x * 2) * (2 if x.shape[0] > 5 else 3),
+        backend="bcg",
+        options={"buckets": [8, 16]},
+        dynamic=True,
+    )
+    with torch.no_grad():
+        for n in (6, 7, 8, 7, 6):
+            compiled(rows(device, n))
+        program = torch_bcg.programs(compiled)[0]
+        for n in (7, 8, 6):
+            x = rows(device, n)
+            assert_same(program(x), (plus_one(x * 2) * 2,))
+        for n in (5, 3, 9):
+            with pytest.raises(MisfitError, match="sizes"):
+                program(rows(device, n))
+
+
+@pytest.mark.parametrize(
+    "x", [3, None, torch.empty(4, 6, device="meta")], ids=["int", "None", "meta"]
+)
+def test_what_is_no_tensor_of_the_device(called, x):
+    _, _, program = called
+    with torch.no_grad(), pytest.raises(MisfitError, match="l_x_"):
+        program(x)
 
 
 def test_what_is_there_no_more_or_was_not_there(called, device):
@@ -214,16 +372,26 @@ def test_settings_of_torch(called, device, other, name):
                 assert_same(program(x)[0], Model.forward(model, x))
 
 
-def test_gradients_that_are_needed(called, device):
+def test_another_mode_of_autograd(called, device):
+    _, _, program = called
+    with pytest.raises(MisfitError, match="grad_mode"):
+        program(rows(device))
+
+
+def test_gradients_that_are_needed(device):
     """A replay would give results without."""
-    model, _, program = called
+    model = Model(device).requires_grad_(False)
+    compiled = torch.compile(model, backend="bcg")
+    for _ in range(3):
+        compiled(rows(device))
+    (program,) = torch_bcg.programs(compiled)
     x = rows(device)
-    with pytest.raises(MisfitError, match="gradients"):
-        program(x)
-    model.requires_grad_(False)
-    assert_same(program(x)[0], Model.forward(model, x))
+    assert_same(program(x), (Model.forward(model, x),))
     with pytest.raises(MisfitError, match="gradients"):
         program(x.requires_grad_())
+    model.requires_grad_()
+    with pytest.raises(MisfitError, match="gradients"):
+        program(rows(device))
 
 
 def test_a_mark_made_since(called, device):
@@ -358,6 +526,7 @@ WRONG = {
         MisfitError,
         "table",
     ),
+    "a varying number": (lambda md: setattr(md, "offset", 2.5), MisfitError, "offset"),
     "other parts": (lambda md: setattr(md, "part", None), MisfitError, "its parts"),
     "another class": (lambda md: setattr(md, "__class__", Under), MisfitError, "its class"),
 }

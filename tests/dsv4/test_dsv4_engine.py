@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import weakref
 
 import pytest
 import torch
@@ -197,6 +198,16 @@ def set_a_number(model):
     model.layers[0].experts_norm.eps = 3.0
 
 
+def add_a_bias(model):
+    weight = model.layers[1].attention.o_b.weight
+    model.layers[1].attention.o_b.bias = torch.nn.Parameter(torch.ones_like(weight[:, 0]))
+
+
+def set_the_configuration(model):
+    attention = model.layers[0].attention
+    attention.config = dataclasses.replace(attention.config, rms_norm_eps=0.5)
+
+
 def away_and_back(model):
     device = model.embedding.weight.device
     model.double().to("cpu").to(device).float()
@@ -206,7 +217,8 @@ def away_and_back(model):
     "change",
     [
         replace_a_weight, replace_behind_the_module, replace_a_module, move_a_weight,
-        write_a_weight, load_a_state, set_a_number, away_and_back,
+        write_a_weight, load_a_state, set_a_number, add_a_bias, set_the_configuration,
+        away_and_back,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
@@ -217,7 +229,11 @@ def test_weights_between_steps(known, change):
     change(known[0].engine.model)
     for _ in range(4):
         same(known, 12)
-    if change not in (load_a_state, set_a_number):  # from now on Dynamo fetches these numbers
+    if change not in (
+        load_a_state,
+        set_a_number,
+        set_the_configuration,
+    ):  # from now on Dynamo fetches these numbers
         known[1].engine.compiled = refuse
         same(known, 12)
 
@@ -260,6 +276,24 @@ def test_a_program_that_is_freed_between_steps(known):
     assert not known[1].engine.programs
     for _ in range(3):
         same(known, 12)
+
+
+def test_weights_that_were_replaced_are_freed(known):
+    """At the next step, whatever its size: those of other sizes hold nothing back."""
+    eager, replayed = known
+    for most in (4, 12, 4, 12):
+        same(known, most)
+    assert sorted(replayed.engine.programs) == [4, 12]
+    model = eager.engine.model
+    old = [weakref.ref(x) for x in model.parameters()]
+    for module in model.modules():
+        for name, x in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, negated(x))
+    del x, module
+    for _ in range(2):
+        same(known, 12)
+    gc.collect()
+    assert [ref for ref in old if ref() is not None] == []
 
 
 def test_metadata_of_somebody_else(known):

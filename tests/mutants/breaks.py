@@ -20,7 +20,7 @@ from mutants.recorders import (
     one_seed,
     recorders,
 )
-from torch_bcg.attributes import Attributes
+from torch_bcg.attributes import Watched
 from torch_bcg.graph import modes, plan
 from torch_bcg.graph.plan import _Planner
 from torch_bcg.metadata import reading
@@ -237,7 +237,7 @@ MUTANTS = {
     "re-entry unseen": replaced(Pool, "in_use", lambda original: no_context),
     "in use after an exception": replaced(Pool, "in_use", never_left),
     "later marks unseen": replaced(torch_bcg.marking, "generation", always(0)),
-    "a handle's module unseen": replaced(Attributes, "unchanged", always(True)),
+    "a handle's module unseen": replaced(Watched, "unchanged", always(True)),
     "a handle's settings unseen": replaced(torch_bcg.compiled, "watched_settings", always(str)),
     "a handle's metadata not compared": replaced(reading, "outline_of", forgiving),
     "gradients ignored": replaced(torch_bcg.dynamo, "needs_gradients", always(False)),

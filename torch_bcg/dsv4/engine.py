@@ -176,7 +176,7 @@ class Engine:
                 except MisfitError as error:  # weights, marks, settings: Dynamo finds out which
                     if error.program is not self.programs[rows]:
                         raise
-                    del self.programs[rows], self.kept[rows]
+                    self._forget()  # of other sizes too: handles keep weights alive
             known = self.backend is None or rows in self.kept
             before = {} if known else {p: p.replays for p in torch_bcg.programs(self.compiled)}
             if not known:
@@ -189,8 +189,7 @@ class Engine:
 
     def close(self) -> None:
         """Frees what was recorded; a step after that records again."""
-        self.kept.clear()
-        self.programs.clear()
+        self._forget()
         if self.backend == "bcg":
             torch_bcg.reset(self.compiled)
 
@@ -213,9 +212,12 @@ class Engine:
     def _settle(self) -> None:
         """Forgets what another mode knew: it has another graph, and may write other tensors."""
         if (mode := _mode()) != self._mode:
-            self.kept.clear()
-            self.programs.clear()
+            self._forget()
             self._mode = mode
+
+    def _forget(self) -> None:
+        self.kept.clear()
+        self.programs.clear()
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:

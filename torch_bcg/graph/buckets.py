@@ -135,6 +135,9 @@ def find(
     return "max_padding" if size > max(_TINY, max_padding * live) else size
 
 
+_MOST_ANSWERS = 4096
+
+
 class SizeGuards:
     """What sizes a graph of Dynamo's is for: beyond them its operations may mean something else.
 
@@ -163,6 +166,8 @@ class SizeGuards:
         if self._shapes is not None:
             self._read()
         asked = frozenset(values.items())
+        if len(self._answers) > _MOST_ANSWERS:
+            self._answers.clear()
         if asked not in self._answers:
             self._answers[asked] = self._decide(values)
         return self._answers[asked]
