@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from torch_bcg.metadata.schema import contents_of
 from torch_bcg.sources import value_in
 
 Place = tuple[dict[Any, Any], Any, object]  # a dict, a key, and the value that is there
@@ -33,18 +34,29 @@ class Attributes:
         modules = [] if module is None else [*module.modules()]
         self.module = None if module is None else weakref.ref(module)
         self.held = [(d, k, x) for m in modules for d in dicts_of(m) for k, x in d.items()]
-        self.others = [(vars(m), k, x) for m in modules for k, x in vars(m).items()]
+        self.others = [
+            (vars(m), k, x)
+            for m in modules
+            for k, x in vars(m).items()
+            if all(x is not d for d in dicts_of(m))
+        ]
+        self.types = [(vars(m), type(m)) for m in modules]
         self.growing = [d for m in modules if isinstance(m, _GROWING) for d in dicts_of(m)]
 
     def about(
-        self, tensors: Mapping[str, object], own: Mapping[str, str], names: Collection[str]
+        self,
+        tensors: Mapping[str, object],
+        own: Mapping[str, str],
+        outlines: Mapping[str, object],
+        names: Collection[str],
     ) -> Watched:
         """What of it a program depends on.
 
         Args:
             tensors: the static ones of the program, by name.
             own: where in the module those of them are that are its parameters and buffers.
-            names: of other attributes that its graph was made for.
+            outlines: of what else its graph was made for, by where that is in the module.
+            names: of attributes among that.
         """
         wanted = {id(t) for t in tensors.values()}
         places = [
@@ -53,14 +65,28 @@ class Attributes:
             if place[2] is None or isinstance(place[2], nn.Module) or id(place[2]) in wanted
         ]
         others = [place for place in self.others if id(place[2]) in wanted or place[1] in names]
+        others += [
+            (d, name, _NOTHING)  # of the class, until an instance has its own
+            for d, cls in self.types
+            for name in names
+            if name not in d and hasattr(cls, name) and not callable(getattr(cls, name))
+        ]
         dicts = [x for _, _, x in others if isinstance(x, dict)]
         lists = [x for _, _, x in others if isinstance(x, list)]
         places += others + [(d, k, x) for d in dicts for k, x in d.items()]
         if self.module is None:
             return Watched(places, dicts, lists)
-        mine = ((n, x, value_in(self.module(), own[n])) for n, x in tensors.items() if n in own)
-        missing = next((n for n, x, now in mine if now is not x), "")
-        return Watched(places, [*self.growing, *dicts], lists, missing)
+        module = self.module()
+        missing = [n for n, x in tensors.items() if n in own and value_in(module, own[n]) is not x]
+        for text, was in outlines.items():
+            value = value_in(module, text)
+            if was not in (type(value), contents_of(value)):
+                missing.append(text)
+            holder, _, name = text.rpartition(".")
+            d = getattr(value_in(module, holder), "__dict__", None)
+            if value is None and d is not None and name.isidentifier() and name != "__dict__":
+                places.append((d, name, d.get(name, _NOTHING)))  # what was asked for is not there
+        return Watched(places, [*self.growing, *dicts], lists, missing[:1])
 
 
 class Watched:
@@ -70,7 +96,7 @@ class Watched:
         places: values in dicts.
         growing: dicts that may get more keys.
         lists: of any objects.
-        missing: what was not the same even then, "" if nothing.
+        missing: what was not the same even then.
     """
 
     def __init__(
@@ -78,7 +104,7 @@ class Watched:
         places: Sequence[Place] = (),
         growing: Sequence[dict[Any, Any]] = (),
         lists: Sequence[list[Any]] = (),
-        missing: str = "",
+        missing: Sequence[str] = (),
     ) -> None:
         self._dicts = [d for d, _, _ in places]
         self._keys = [k for _, k, _ in places]
@@ -103,4 +129,4 @@ class Watched:
         places = zip(self._dicts, self._keys, self._values, strict=True)
         others = (str(k) for d, k, x in places if d.get(k, _NOTHING) is not x)
         rest = "" if self.unchanged() else "a container"
-        return self._missing or next(others, rest)
+        return next(iter(self._missing), "") or next(others, rest)

@@ -62,6 +62,7 @@ from torch_bcg.sources import (
     let_integers_vary,
     metadata_behind,
     names_guarded,
+    own_outlines,
     own_tensors,
 )
 
@@ -113,7 +114,7 @@ class CompiledGraph:
         self.marks = [marking.resolve(m) for m in options.mark]
         self.owner = type_of_self()
         self.changed_settings = watched_settings()
-        self.names_guarded = names_guarded()
+        self.names_guarded, self.own_outlines = names_guarded(), own_outlines()
         self.warned: set[str] = set()
         self.unnamed = self.rows.unnamed
         self.inner = None if options.inner == "eager" else Inner(options.inner, self.facts)

@@ -77,9 +77,9 @@ class ProgramHandle:
     def __call__(self, *args: Any, metadata: object = None) -> tuple[Any, ...]:
         """Replays with these `arguments`, in order; returns the graph's outputs.
 
-        With ``check="address"`` all static tensors have to be in place, parameters and buffers in
-        the compiled module, and that has to have what else it had when `programs` was called; else
-        only the address of the first tensor is looked at. Hooks and the code of a module are not.
+        With ``check="address"`` all static tensors have to be in place, and the compiled module has
+        to have them, and whatever else its graph was made for, where it had them; else only the
+        address of the first tensor is looked at. Hooks and the code of a module are not.
 
         Args:
             args: tensors and numbers.
@@ -194,7 +194,8 @@ class ProgramHandle:
         if "address" not in graph.options.check:
             return Watched()
         static = dict(zip(self._program.statics.names, self._static, strict=True))
-        return self._attributes.about(static, graph.own, graph.names_guarded)
+        outlines, names = graph.own_outlines, graph.names_guarded
+        return self._attributes.about(static, graph.own, outlines, names)
 
     def _late(self, args: Sequence[Any]) -> bool:
         """Whether the call is the program's; asked once the opening runs."""

@@ -27,7 +27,7 @@ from torch_bcg.metadata.registration import (
     registrations_of,
     shown_of,
 )
-from torch_bcg.metadata.schema import kind_at, leaves
+from torch_bcg.metadata.schema import contents_of, kind_at, leaves
 
 
 def transaction() -> Any | None:
@@ -105,7 +105,8 @@ def _guards() -> list[Any]:
     guards = getattr(TracingContext.get().guards_context, "dynamo_guards", None)
     if guards is None:
         raise _silent("guards_context.dynamo_guards", "no such attribute")
-    found = list(guards)
+    # Of hooks Dynamo says more than it looks at.
+    found = [g for g in guards if "HOOKS" not in getattr(g, "create_fn_name", str)()]
     for guard in found:
         if not hasattr(guard, "create_fn_name") or not hasattr(guard, "originating_source"):
             raise _silent("create_fn_name and originating_source of a guard", repr(type(guard)))
@@ -123,18 +124,45 @@ def names_guarded() -> frozenset[str]:
 
 
 def own_tensors(gm: fx.GraphModule) -> dict[str, str]:
-    """Placeholders that are parameters and buffers of ``self`` in the code that Dynamo compiles.
+    """Placeholders that are in the module whose code Dynamo compiles, with the texts of where.
 
-    With the texts of where they are in it, see `value_in`.
+    See `value_in`.
     """
-    own = re.compile(r"L\['self'\].*_(parameters|buffers)\['[^']*'\]")
+    own = re.compile(_self_text() + r".+")
     texts = {p.name: source_text(p) for p in _placeholders(gm)}
     return {name: text for name, text in texts.items() if text and own.fullmatch(text)}
 
 
+def own_outlines() -> dict[str, object]:
+    """What guards look at in that module: text -> its class, or with what else they compare."""
+    if transaction() is None:
+        return {}
+    own = re.compile(_self_text() + r"[.\[].*")
+    seen: dict[str, set[Guard]] = {}
+    for guard in _guards():
+        # Of a class, until an instance has its own.
+        text = re.sub(r"dict\(type\((.*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", _text_behind(guard))
+        if own.fullmatch(text):
+            seen.setdefault(text, set()).add(_compared_by(guard))
+    scope = {"L": dict(local_scope())}
+    return {
+        text: (type if kinds == {"type"} else contents_of)(_object_at(text, scope))
+        for text, kinds in seen.items()
+    }
+
+
 def value_in(module: object, text: str) -> object:
-    """What a module has where a text of `own_tensors` says; None if it has nothing there."""
-    return _object_at(text, {"L": {"self": module}})
+    """What a module has where one of these texts says; None if it has nothing there."""
+    root = re.match(r"L\['(\w+)'\]", text)
+    return _object_at(text, {"L": {root[1]: module}}) if root else None
+
+
+def _self_text() -> str:
+    """A pattern of the text of the module whose method Dynamo compiles now; of nothing, if none."""
+    frame = transaction()
+    names = frame.f_code.co_varnames[:1] if frame is not None else ()
+    modules = [n for n in names if isinstance(local_scope().get(n), torch.nn.Module)]
+    return rf"L\['{modules[0]}'\]" if modules else "(?!)"
 
 
 def _placeholders(gm: fx.GraphModule) -> Sequence[fx.Node]:

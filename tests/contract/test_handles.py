@@ -179,6 +179,8 @@ def test_a_handle_taken_after_a_change(called, device):
 class Varied(nn.Module):
     """Has what a trace looks into besides tensors."""
 
+    slope = 2.0
+
     def __init__(self, device):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6, bias=False, device=device) for _ in range(2))
@@ -190,9 +192,11 @@ class Varied(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-        x = plus_one(x) * self.factors[1] + self.names["a"] + self.config.eps
+        x = plus_one(x) * self.factors[1] + self.names["a"] + self.config.eps * self.slope
         if self.offset is not None:
             x = x + self.offset
+        if hasattr(self, "extra"):
+            x = x + 1
         return x if self.last is None else self.last(x)
 
 
@@ -205,6 +209,8 @@ VARIED = {
     "module": lambda m, d: setattr(m, "last", nn.Linear(6, 6, device=d)),
     "list": lambda m, d: m.factors.__setitem__(1, 4.0),
     "dict": lambda m, d: m.names.update(a=2.5),
+    "asked for": lambda m, d: setattr(m, "extra", 1),
+    "of the class": lambda m, d: setattr(m, "slope", 3.0),
     "object": lambda m, d: setattr(m, "config", dataclasses.replace(m.config, eps=7.0)),
 }
 
@@ -224,9 +230,29 @@ def test_other_parts_of_a_module(device, what):
         VARIED[what](model, device)
         for _ in range(3):
             x = rows(device)
-            with pytest.raises(MisfitError):
-                program(x)
+            for stale in (program, *(p for p in torch_bcg.programs(compiled) if p == program)):
+                with pytest.raises(MisfitError):
+                    stale(x)
             assert_same(compiled(x), Varied.forward(model, x))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, lambda *a, **k: nn.Sequential(nn.Linear(*a, **k))])
+def test_a_module_of_torch(device, kind):
+    """Dynamo compiles a wrapper of its forward."""
+    model = kind(6, 6, device=device)
+    twin, linear = copy.deepcopy(model), [*model.modules()][-1]
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        for _ in range(3):
+            x = rows(device)
+            assert_same(program(x), (twin(x),))
+        linear.weight = new(linear)
+        for _ in range(3):
+            with pytest.raises(MisfitError, match="weight"):
+                program(rows(device))
 
 
 class Weightless(nn.Module):
@@ -317,7 +343,7 @@ def test_what_is_there_no_more_or_was_not_there(called, device):
     model, _, program = called
     x = rows(device)
     with torch.no_grad():
-        model.empty, model.another, model.size = None, nn.Linear(6, 6), 7
+        model.empty, model.another, model.size = None, nn.Linear(6, 6), 7  # nobody asked for these
         assert_same(program(x), (Model.forward(model, x),))
         model.shift = model.shift  # the very number
         assert_same(program(x), (Model.forward(model, x),))

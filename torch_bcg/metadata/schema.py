@@ -122,6 +122,15 @@ def outline_of(value: object) -> object:
     return (type(value), tuple(value)) if isinstance(value, dict) else type(value)
 
 
+def contents_of(value: object) -> object:
+    """`outline_of` a value, and of a container of what is in it."""
+    if isinstance(value, (list, tuple)):
+        return outline_of(value), *map(contents_of, value)
+    if isinstance(value, dict):
+        return outline_of(value), *map(contents_of, value.values())
+    return outline_of(value)
+
+
 def items(x: object) -> Iterator[tuple[Step, Any]]:
     """What one dataclass, or one container of tensors, holds; nothing of anything else."""
     if _is_object(x):
