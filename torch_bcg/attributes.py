@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from torch_bcg.metadata.schema import contents_of
-from torch_bcg.sources import value_in
+from torch_bcg.sources import Premises, value_in
 
 Place = tuple[dict[Any, Any], Any, object]  # a dict, a key, and the value that is there
 _NOTHING = object()
@@ -43,21 +43,14 @@ class Attributes:
         self.types = [(vars(m), type(m)) for m in modules]
         self.growing = [d for m in modules if isinstance(m, _GROWING) for d in dicts_of(m)]
 
-    def about(
-        self,
-        tensors: Mapping[str, object],
-        own: Mapping[str, str],
-        outlines: Mapping[str, object],
-        names: Collection[str],
-    ) -> Watched:
+    def about(self, tensors: Mapping[str, object], premises: Premises) -> Watched:
         """What of it a program depends on.
 
         Args:
             tensors: the static ones of the program, by name.
-            own: where in the module those of them are that are its parameters and buffers.
-            outlines: of what else its graph was made for, by where that is in the module.
-            names: of attributes among that.
+            premises: of its graph.
         """
+        own, names = premises.tensors, premises.names
         wanted = {id(t) for t in tensors.values()}
         places = [
             place
@@ -78,7 +71,7 @@ class Attributes:
             return Watched(places, dicts, lists)
         module = self.module()
         missing = [n for n, x in tensors.items() if n in own and value_in(module, own[n]) is not x]
-        for text, was in outlines.items():
+        for text, was in premises.outlines.items():
             value = value_in(module, text)
             if was not in (type(value), contents_of(value)):
                 missing.append(text)

@@ -61,9 +61,7 @@ from torch_bcg.sources import (
     check_apart,
     let_integers_vary,
     metadata_behind,
-    names_guarded,
-    own_outlines,
-    own_tensors,
+    premises_of,
 )
 
 
@@ -99,7 +97,7 @@ class CompiledGraph:
         check_apart(gm)
         let_integers_vary(instances)
         names = names_of(instances)
-        self.own = own_tensors(gm)
+        self.premises = premises_of(gm)
         self.instances = renamed(instances, names)
         self.gm = gm = inlined(gm, names)
         self.eager = plain(self.gm)
@@ -114,7 +112,6 @@ class CompiledGraph:
         self.marks = [marking.resolve(m) for m in options.mark]
         self.owner = type_of_self()
         self.changed_settings = watched_settings()
-        self.names_guarded, self.own_outlines = names_guarded(), own_outlines()
         self.warned: set[str] = set()
         self.unnamed = self.rows.unnamed
         self.inner = None if options.inner == "eager" else Inner(options.inner, self.facts)

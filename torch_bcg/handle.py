@@ -109,6 +109,8 @@ class ProgramHandle:
     def _refuse_others(self, full: list[Any]) -> None:
         """Raises MisfitError if the program, as far as is known by now, is not for a call."""
         graph, program = self._graph, self._program
+        if graph.premises.unknown:
+            raise misfit("torch", f"one that says {graph.premises.unknown}", torch.__version__)
         changed = graph.changed_settings()
         if changed:
             raise misfit("settings of torch", "those when it was compiled", changed)
@@ -194,8 +196,7 @@ class ProgramHandle:
         if "address" not in graph.options.check:
             return Watched()
         static = dict(zip(self._program.statics.names, self._static, strict=True))
-        outlines, names = graph.own_outlines, graph.names_guarded
-        return self._attributes.about(static, graph.own, outlines, names)
+        return self._attributes.about(static, graph.premises)
 
     def _late(self, args: Sequence[Any]) -> bool:
         """Whether the call is the program's; asked once the opening runs."""

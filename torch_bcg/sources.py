@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -113,42 +114,47 @@ def _guards() -> list[Any]:
     return found
 
 
-def names_guarded() -> frozenset[str]:
-    """Names of attributes that guards look at, on the way as well: ``config``, ``eps``, ``layers``.
+@dataclass(frozen=True)
+class Premises:
+    """What Dynamo made a graph for, of the module whose code it compiled, see `value_in`.
 
-    Known while Dynamo calls the backend; of objects as of modules.
+    Attributes:
+        tensors: placeholders -> texts of where in the module they are.
+        outlines: texts of what else guards look at -> its class, or `contents_of` it.
+        names: of all attributes that guards look at, of any object.
+        unknown: what this torch does not say, "" if it says all.
     """
+
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    outlines: Mapping[str, object] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    unknown: str = ""
+
+
+def premises_of(gm: fx.GraphModule) -> Premises:
+    """Of Dynamo's own graph, while Dynamo calls the backend; else there are none."""
     if transaction() is None:
-        return frozenset()
-    return frozenset(n for g in _guards() for n in re.findall(r"\w+", _text_behind(g)))
-
-
-def own_tensors(gm: fx.GraphModule) -> dict[str, str]:
-    """Placeholders that are in the module whose code Dynamo compiles, with the texts of where.
-
-    See `value_in`.
-    """
-    own = re.compile(_self_text() + r".+")
+        return Premises()
+    try:
+        guards = [(_text_behind(g), _compared_by(g)) for g in _guards()]
+    except BindingError as error:  # nobody may ever call the program directly
+        return Premises(unknown=error.expected)
+    root = _self_text()
     texts = {p.name: source_text(p) for p in _placeholders(gm)}
-    return {name: text for name, text in texts.items() if text and own.fullmatch(text)}
-
-
-def own_outlines() -> dict[str, object]:
-    """What guards look at in that module: text -> its class, or with what else they compare."""
-    if transaction() is None:
-        return {}
-    own = re.compile(_self_text() + r"[.\[].*")
+    tensors = {n: text for n, text in texts.items() if text and re.fullmatch(root + ".+", text)}
     seen: dict[str, set[Guard]] = {}
-    for guard in _guards():
+    for text, compared in guards:
         # Of a class, until an instance has its own.
-        text = re.sub(r"dict\(type\((.*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", _text_behind(guard))
-        if own.fullmatch(text):
-            seen.setdefault(text, set()).add(_compared_by(guard))
+        whole = re.sub(r"dict\(type\((.*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
+        if re.fullmatch(root + r"[.\[].*", whole):
+            seen.setdefault(whole, set()).add(compared)
     scope = {"L": dict(local_scope())}
-    return {
-        text: (type if kinds == {"type"} else contents_of)(_object_at(text, scope))
-        for text, kinds in seen.items()
+    outlines = {
+        text: (type if compared == {"type"} else contents_of)(_object_at(text, scope))
+        for text, compared in seen.items()
     }
+    names = frozenset(name for text, _ in guards for name in re.findall(r"\w+", text))
+    return Premises(tensors, outlines, names)
 
 
 def value_in(module: object, text: str) -> object:

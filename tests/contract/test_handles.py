@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import torch_bcg
+from torch_bcg import sources
 from torch_bcg.errors import BCGWarning, BindingError, MisfitError
 from twin import assert_same, counted, plus_one
 
@@ -429,6 +430,24 @@ def test_a_mark_made_since(called, device):
             program(rows(device))
     finally:
         mark.remove()
+
+
+def test_a_torch_that_does_not_say_what_a_graph_was_made_for(device, monkeypatch):
+    """Compiled functions work as ever; their programs cannot be called directly."""
+
+    def silent():
+        raise sources._silent("guards", "nothing")
+
+    monkeypatch.setattr(sources, "_guards", silent)
+    model = Model(device)
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device)
+            assert_same(compiled(x), model(x))
+        (program,) = torch_bcg.programs(compiled)
+        with pytest.raises(MisfitError, match="one that says guards"):
+            program(x)
 
 
 def test_a_program_that_was_freed(called, device):

@@ -122,13 +122,12 @@ def outline_of(value: object) -> object:
     return (type(value), tuple(value)) if isinstance(value, dict) else type(value)
 
 
-def contents_of(value: object) -> object:
-    """`outline_of` a value, and of a container of what is in it."""
-    if isinstance(value, (list, tuple)):
-        return outline_of(value), *map(contents_of, value)
-    if isinstance(value, dict):
-        return outline_of(value), *map(contents_of, value.values())
-    return outline_of(value)
+def contents_of(value: object, depth: int = 3) -> object:
+    """`outline_of` a value, and of a container of what is in it, down to some depth."""
+    inside: Iterable[object] = ()
+    if depth and isinstance(value, (list, tuple, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+    return outline_of(value), *(contents_of(x, depth - 1) for x in inside)
 
 
 def items(x: object) -> Iterator[tuple[Step, Any]]:
