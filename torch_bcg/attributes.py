@@ -1,11 +1,12 @@
-"""What a module has: its tensors, submodules and all else, and whether that is so still."""
+"""What a module had where a graph was made for it, and whether that is so still."""
 
 from __future__ import annotations
 
 import itertools
 import operator
+import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,105 +14,55 @@ from torch import nn
 from torch_bcg.metadata.schema import contents_of
 from torch_bcg.sources import Premises, value_in
 
-Place = tuple[dict[Any, Any], Any, object]  # a dict, a key, and the value that is there
 _NOTHING = object()
-_GROWING = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_LAST_LINK = re.compile(r"(.*)(?:\.(\w+)|\[(?:'([^']*)'|(\d+))\])")
 
 
-def dicts_of(module: nn.Module) -> Iterator[dict[str, Any]]:
+def dicts_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """Where a module keeps its parameters, buffers and submodules."""
-    yield from (module._parameters, module._buffers, module._modules)
-
-
-class Attributes:
-    """Everything that a module and its submodules have.
-
-    Args:
-        module: the root; None: nothing.
-    """
-
-    def __init__(self, module: nn.Module | None) -> None:
-        modules = [] if module is None else [*module.modules()]
-        self.module = None if module is None else weakref.ref(module)
-        self.held = [(d, k, x) for m in modules for d in dicts_of(m) for k, x in d.items()]
-        self.others = [
-            (vars(m), k, x)
-            for m in modules
-            for k, x in vars(m).items()
-            if all(x is not d for d in dicts_of(m))
-        ]
-        self.types = [(vars(m), type(m)) for m in modules]
-        self.growing = [d for m in modules if isinstance(m, _GROWING) for d in dicts_of(m)]
-
-    def about(self, tensors: Mapping[str, object], premises: Premises) -> Watched:
-        """What of it a program depends on.
-
-        Args:
-            tensors: the static ones of the program, by name.
-            premises: of its graph.
-        """
-        own, names = premises.tensors, premises.names
-        wanted = {id(t) for t in tensors.values()}
-        places = [
-            place
-            for place in self.held
-            if place[2] is None or isinstance(place[2], nn.Module) or id(place[2]) in wanted
-        ]
-        others = [place for place in self.others if id(place[2]) in wanted or place[1] in names]
-        others += [
-            (d, name, _NOTHING)  # of the class, until an instance has its own
-            for d, cls in self.types
-            for name in names
-            if name not in d and hasattr(cls, name) and not callable(getattr(cls, name))
-        ]
-        dicts = [x for _, _, x in others if isinstance(x, dict)]
-        lists = [x for _, _, x in others if isinstance(x, list)]
-        places += others + [(d, k, x) for d in dicts for k, x in d.items()]
-        if self.module is None:
-            return Watched(places, dicts, lists)
-        module = self.module()
-        missing = [n for n, x in tensors.items() if n in own and value_in(module, own[n]) is not x]
-        for text, was in premises.outlines.items():
-            value = value_in(module, text)
-            if was not in (type(value), contents_of(value)):
-                missing.append(text)
-            holder, _, name = text.rpartition(".")
-            d = getattr(value_in(module, holder), "__dict__", None)
-            if value is None and d is not None and name.isidentifier() and name != "__dict__":
-                places.append((d, name, d.get(name, _NOTHING)))  # what was asked for is not there
-        return Watched(places, [*self.growing, *dicts], lists, missing[:1])
+    return module._parameters, module._buffers, module._modules
 
 
 class Watched:
-    """Values that have to stay the objects that they were when this was made.
+    """Objects on the ways to what a graph was made for, which have to stay the objects they are.
 
     Args:
-        places: values in dicts.
-        growing: dicts that may get more keys.
-        lists: of any objects.
-        missing: what was not the same even then.
+        module: whose method was compiled; None: a function was, of which nothing is known.
+        tensors: the static ones of a program, by name.
+        premises: of its graph.
     """
 
     def __init__(
         self,
-        places: Sequence[Place] = (),
-        growing: Sequence[dict[Any, Any]] = (),
-        lists: Sequence[list[Any]] = (),
-        missing: Sequence[str] = (),
+        module: weakref.ref[nn.Module] | None,
+        tensors: Mapping[str, object],
+        premises: Premises,
     ) -> None:
-        self._dicts = [d for d, _, _ in places]
-        self._keys = [k for _, k, _ in places]
-        self._values = [x for _, _, x in places]
-        self._growing, self._sizes = growing, [*map(len, growing)]
-        self._lists, self._contents = lists, [*map(tuple, lists)]
-        self._missing = missing
+        places: dict[tuple[int, object], tuple[dict[Any, Any], object]] = {}
+        lists: dict[int, list[Any]] = {}
+        dicts: dict[int, dict[Any, Any]] = {}
+        root = module() if module is not None else None
+        for way in _ways(premises) if root is not None else ():
+            for d, key in _held_at(root, way, lists):
+                places[id(d), key] = d, key
+        for way, was in premises.outlines.items() if root is not None else ():
+            value = value_in(root, way)
+            if isinstance(value, dict) and not isinstance(was, type):
+                dicts[id(value)] = value
+        self._dicts = [d for d, _ in places.values()]
+        self._keys = [key for _, key in places.values()]
+        self._values = [dict.get(d, key, _NOTHING) for d, key in places.values()]
+        self._growing = [*dicts.values()]
+        self._sizes = [*map(len, self._growing)]
+        self._lists, self._contents = [*lists.values()], [*map(tuple, lists.values())]
+        self._other = "" if module is None else _differing(root, tensors, premises)
 
     def unchanged(self) -> bool:
-        """Whether they are."""
+        """Whether they are, and were when the graph was made."""
         now = map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING))
         pairs = zip(self._lists, self._contents, strict=True)
         return (
-            not self._missing
+            not self._other
             and all(map(operator.is_, now, self._values))
             and [*map(len, self._growing)] == self._sizes
             and all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
@@ -120,6 +71,49 @@ class Watched:
     def changed(self) -> str:
         """What is not, "" if all are."""
         places = zip(self._dicts, self._keys, self._values, strict=True)
-        others = (str(k) for d, k, x in places if d.get(k, _NOTHING) is not x)
-        rest = "" if self.unchanged() else "a container"
-        return next(iter(self._missing), "") or next(others, rest)
+        others = (str(key) for d, key, x in places if d.get(key, _NOTHING) is not x)
+        return self._other or next(others, "" if self.unchanged() else "a container")
+
+
+def _differing(root: object, tensors: Mapping[str, object], premises: Premises) -> str:
+    """What is not as it was when the graph was made, "" if all is."""
+    if root is None:
+        return "the module"
+    for name, way in premises.tensors.items():
+        if name in tensors and value_in(root, way) is not tensors[name]:
+            return name
+    for way, was in premises.outlines.items():
+        value = value_in(root, way)
+        if was is not type(value) and was != contents_of(value):
+            return way.removeprefix(".")
+    return ""
+
+
+def _ways(premises: Premises) -> Iterator[str]:
+    """All ways, and what they lead through, each once."""
+    seen: set[str] = set()
+    for way in (*premises.tensors.values(), *premises.outlines):
+        while way and way not in seen:
+            seen.add(way)
+            yield way
+            link = _LAST_LINK.fullmatch(way)
+            way = link[1] if link else ""
+
+
+def _held_at(
+    root: object, way: str, lists: dict[int, list[Any]]
+) -> Iterator[tuple[dict[Any, Any], object]]:
+    """The dict and the key of the last link of a way; a list is added to the lists."""
+    link = _LAST_LINK.fullmatch(way)
+    holder = value_in(root, link[1]) if link else None
+    if link is None or holder is None:
+        return
+    _, name, key, index = link.groups()
+    if isinstance(holder, list):
+        lists[id(holder)] = holder
+    elif isinstance(holder, dict) and name is None:
+        yield holder, int(index) if key is None else key
+    elif name is not None and isinstance(getattr(holder, "__dict__", None), dict):
+        inside = dicts_of(holder) if isinstance(holder, nn.Module) else ()
+        if all(vars(holder).get(name) is not d for d in inside):  # else it is one of these
+            yield next((d for d in inside if name in d), vars(holder)), name

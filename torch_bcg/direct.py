@@ -163,12 +163,11 @@ def derived_sizes(plan: Plan) -> list[tuple[int, int, int]]:
     ]
     for symbol, argument, dim in plan.call_symbols:
         if dim < 0:
-            source, at = next(
-                (v.name, v.spec.size.index(symbol))
+            found += [
+                (names.index(argument), names.index(v.name), v.spec.size.index(symbol))
                 for v in plan.values
                 if v.name in names and v.spec is not None and symbol in v.spec.size
-            )
-            found.append((names.index(argument), names.index(source), at))
+            ][:1]
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_bcg.attributes import Attributes, Watched
+from torch_bcg.attributes import Watched
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.direct import Arguments, misfit
 from torch_bcg.errors import BCGError, MisfitError
@@ -26,16 +27,18 @@ T = TypeVar("T")
 class ProgramHandle:
     """One program: its plan, and a way to call it past Dynamo and its guards.
 
-    A handle keeps the static tensors of its program alive, and what else the compiled module had.
-    Handles of one program are equal.
+    A handle keeps the static tensors of its program alive. Handles of one program are equal.
 
     Attributes:
         plan: the plan it was recorded from.
         sizes: value of each symbol of the plan.
     """
 
-    def __init__(self, graph: CompiledGraph, program: Program, attributes: Attributes) -> None:
-        self._graph, self._program, self._attributes = graph, program, attributes
+    def __init__(
+        self, graph: CompiledGraph, program: Program, module: torch.nn.Module | None = None
+    ) -> None:
+        self._graph, self._program = graph, program
+        self._module = None if module is None else weakref.ref(module)
         self.plan: Plan = program.plan
         self.sizes: Mapping[str, int] = dict(
             zip((s for s, _, _ in program.plan.symbols), program.key, strict=True)
@@ -79,7 +82,9 @@ class ProgramHandle:
 
         With ``check="address"`` all static tensors have to be in place, and the compiled module has
         to have them, and whatever else its graph was made for, where it had them; else only the
-        address of the first tensor is looked at. Hooks and the code of a module are not.
+        address of the first tensor is looked at. Not compared are hooks, code, attributes of a
+        class, globals, and what a function reads that is no method of a module. What the compiled
+        function does to Python objects after its graph is not done.
 
         Args:
             args: tensors and numbers.
@@ -109,8 +114,8 @@ class ProgramHandle:
     def _refuse_others(self, full: list[Any]) -> None:
         """Raises MisfitError if the program, as far as is known by now, is not for a call."""
         graph, program = self._graph, self._program
-        if graph.premises.unknown:
-            raise misfit("torch", f"one that says {graph.premises.unknown}", torch.__version__)
+        if graph.premises.unknown and self._module is not None:
+            raise misfit(graph.premises.unknown, "something that can be compared", "nothing")
         changed = graph.changed_settings()
         if changed:
             raise misfit("settings of torch", "those when it was compiled", changed)
@@ -119,7 +124,7 @@ class ProgramHandle:
         if not graph.is_current(program) or not graph.fits(program.statics, full):
             raise self._moved()
         key = graph.key(full)
-        if graph.rows.key_for(key) != program.key:
+        if graph.rows.key_for(key) != program.key or graph.rows.due(key, program.key):
             raise misfit("sizes", f"those of {dict(self.sizes)}", str(key))
         self._arguments.check(key, program.at(key).geometries)
         values = self._arguments.values()
@@ -193,10 +198,9 @@ class ProgramHandle:
     def _watched(self) -> Watched:
         """What of the module the program depends on."""
         graph = self._graph
-        if "address" not in graph.options.check:
-            return Watched()
+        module = self._module if "address" in graph.options.check else None
         static = dict(zip(self._program.statics.names, self._static, strict=True))
-        return self._attributes.about(static, graph.premises)
+        return Watched(module, static, graph.premises)
 
     def _late(self, args: Sequence[Any]) -> bool:
         """Whether the call is the program's; asked once the opening runs."""

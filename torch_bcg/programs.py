@@ -14,7 +14,6 @@ from torch._dynamo.eval_frame import (  # the one place that looks into Dynamo's
     innermost_fn,
 )
 
-from torch_bcg.attributes import Attributes
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.dynamo import bcg
 from torch_bcg.handle import ProgramHandle
@@ -35,8 +34,8 @@ def is_compiled(compiled: Any) -> bool:
 
 def programs(compiled: Callable[..., Any]) -> list[ProgramHandle]:
     """The programs of a compiled function or module, the last used of each graph first."""
-    attributes = Attributes(module_of(compiled))
-    return [ProgramHandle(g, p, attributes) for g in graphs_of(compiled) for p in g.programs]
+    module = module_of(compiled)
+    return [ProgramHandle(g, p, module) for g in graphs_of(compiled) for p in g.programs]
 
 
 def module_of(compiled: Callable[..., Any]) -> torch.nn.Module | None:

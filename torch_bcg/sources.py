@@ -116,18 +116,16 @@ def _guards() -> list[Any]:
 
 @dataclass(frozen=True)
 class Premises:
-    """What Dynamo made a graph for, of the module whose code it compiled, see `value_in`.
+    """What Dynamo made a graph for, of the module whose method it compiled.
 
     Attributes:
-        tensors: placeholders -> texts of where in the module they are.
-        outlines: texts of what else guards look at -> its class, or `contents_of` it.
-        names: of all attributes that guards look at, of any object.
-        unknown: what this torch does not say, "" if it says all.
+        tensors: placeholders -> where in the module they are, see `value_in`.
+        outlines: where guards look in it -> the class of what is there, or `contents_of` that.
+        unknown: what nobody can tell of it, "" if all is told.
     """
 
     tensors: Mapping[str, str] = field(default_factory=dict)
     outlines: Mapping[str, object] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
     unknown: str = ""
 
 
@@ -139,36 +137,51 @@ def premises_of(gm: fx.GraphModule) -> Premises:
         guards = [(_text_behind(g), _compared_by(g)) for g in _guards()]
     except BindingError as error:  # nobody may ever call the program directly
         return Premises(unknown=error.expected)
-    root = _self_text()
-    texts = {p.name: source_text(p) for p in _placeholders(gm)}
-    tensors = {n: text for n, text in texts.items() if text and re.fullmatch(root + ".+", text)}
+    texts = {p.name: text for p in _placeholders(gm) if (text := source_text(p))}
+    root, module = _module_of_frame()
+    if module is None:
+        of_modules = re.compile(r".*_(parameters|buffers|modules)\[")
+        lost = any(map(of_modules.match, [*texts.values(), *(text for text, _ in guards)]))
+        return Premises(unknown="which module the code belongs to" if lost else "")
+    tensors = {n: t.removeprefix(root) for n, t in texts.items() if t.startswith(root)}
     seen: dict[str, set[Guard]] = {}
     for text, compared in guards:
-        # Of a class, until an instance has its own.
-        whole = re.sub(r"dict\(type\((.*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
-        if re.fullmatch(root + r"[.\[].*", whole):
-            seen.setdefault(whole, set()).add(compared)
-    scope = {"L": dict(local_scope())}
+        whole = _of_instance(text)
+        if whole.startswith(root) and whole != root:
+            seen.setdefault(whole.removeprefix(root), set()).add(compared)
     outlines = {
-        text: (type if compared == {"type"} else contents_of)(_object_at(text, scope))
-        for text, compared in seen.items()
+        way: (type if compared == {"type"} else contents_of)(value_in(module, way))
+        for way, compared in seen.items()
     }
-    names = frozenset(name for text, _ in guards for name in re.findall(r"\w+", text))
-    return Premises(tensors, outlines, names)
+    sets = (way for way in outlines if isinstance(value_in(module, way), (set, frozenset)))
+    return Premises(tensors, outlines, next(sets, ""))
 
 
-def value_in(module: object, text: str) -> object:
-    """What a module has where one of these texts says; None if it has nothing there."""
-    root = re.match(r"L\['(\w+)'\]", text)
-    return _object_at(text, {"L": {root[1]: module}}) if root else None
+def value_in(module: object, way: str) -> object:
+    """What a module has at one of these ways; None if it has nothing there."""
+    return _object_at(f"M{way}", {"M": module})
 
 
-def _self_text() -> str:
-    """A pattern of the text of the module whose method Dynamo compiles now; of nothing, if none."""
-    frame = transaction()
-    names = frame.f_code.co_varnames[:1] if frame is not None else ()
-    modules = [n for n in names if isinstance(local_scope().get(n), torch.nn.Module)]
-    return rf"L\['{modules[0]}'\]" if modules else "(?!)"
+def _of_instance(text: str) -> str:
+    """``dict(type(X).__dict__)['n']``, of a class until an instance has its own -> ``X.n``."""
+    text = re.sub(r"dict\(type\((.*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
+    return re.sub(r"type\((.*)\)\.__mro__\[\d+\]\.__dict__\['(\w+)'\]", r"\1.\2", text)
+
+
+def _module_of_frame() -> tuple[str, object]:
+    """Dynamo's text of the module whose method it compiles now, and that; or "" and None.
+
+    Resumed code, and that of a wrapper, have it elsewhere than in their first argument.
+    """
+    frame, scope = transaction(), local_scope()
+    first = frame.f_code.co_varnames[:1] if frame is not None else ()
+    for name in (*first, "self", "fn"):
+        if isinstance(scope.get(name), torch.nn.Module):
+            return f"L['{name}']", scope[name]
+    for name, given in scope.items():  # of a wrapper that takes *args
+        if isinstance(given, tuple) and given and isinstance(given[0], torch.nn.Module):
+            return f"L['{name}'][0]", given[0]
+    return "", None
 
 
 def _placeholders(gm: fx.GraphModule) -> Sequence[fx.Node]:
@@ -189,7 +202,7 @@ def _object_at(text: str, scope: dict[str, Any]) -> object:
     """The object behind a text, which is Python; None where it needs names of Dynamo's own."""
     try:
         return eval(text, dict(scope))
-    except (NameError, AttributeError, LookupError, TypeError, SyntaxError):
+    except Exception:  # attributes and items of anybody's objects raise anything
         return None
 
 

@@ -6,6 +6,7 @@ Each test changes one thing between calls that a guard of Dynamo's looks at.
 import contextlib
 import copy
 import dataclasses
+import functools
 import warnings
 
 import pytest
@@ -189,11 +190,13 @@ class Varied(nn.Module):
         self.last = None
         self.factors, self.names = [2.0, 3.0], {"a": 1.5}
         self.config = dataclasses.make_dataclass("Config", ["eps", "device"])(0.5, device)
+        self.deep = {"a": {"b": 0.25}, "c": [[torch.randn(6, device=device)]]}
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         x = plus_one(x) * self.factors[1] + self.names["a"] + self.config.eps * self.slope
+        x = x * self.deep["a"]["b"] + self.deep["c"][0][0]
         if self.offset is not None:
             x = x + self.offset
         if hasattr(self, "extra"):
@@ -210,6 +213,9 @@ VARIED = {
     "module": lambda m, d: setattr(m, "last", nn.Linear(6, 6, device=d)),
     "list": lambda m, d: m.factors.__setitem__(1, 4.0),
     "dict": lambda m, d: m.names.update(a=2.5),
+    "deep in a dict": lambda m, d: m.deep["a"].update(b=0.75),
+    "deep in a list": lambda m, d: m.deep["c"][0].__setitem__(0, rows(d, 1)[0]),
+    "in an object": lambda m, d: setattr(m.config, "eps", 9.0),
     "asked for": lambda m, d: setattr(m, "extra", 1),
     "of the class": lambda m, d: setattr(m, "slope", 3.0),
     "object": lambda m, d: setattr(m, "config", dataclasses.replace(m.config, eps=7.0)),
@@ -237,6 +243,36 @@ def test_other_parts_of_a_module(device, what):
             assert_same(compiled(x), Varied.forward(model, x))
 
 
+def handed_on(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = 0.5
+
+    @handed_on
+    def forward(self, x):
+        return plus_one(x) * self.shift
+
+
+def test_a_wrapped_forward(device):
+    model = Wrapped()
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+        model.shift = 1.5
+        (program,) = torch_bcg.programs(compiled)
+        with pytest.raises(MisfitError, match="shift"):
+            program(rows(device))
+
+
 @pytest.mark.parametrize("kind", [nn.Linear, lambda *a, **k: nn.Sequential(nn.Linear(*a, **k))])
 def test_a_module_of_torch(device, kind):
     """Dynamo compiles a wrapper of its forward."""
@@ -254,6 +290,62 @@ def test_a_module_of_torch(device, kind):
         for _ in range(3):
             with pytest.raises(MisfitError, match="weight"):
                 program(rows(device))
+
+
+class LazyDict(dict):
+    """Whoever asks for all of it is wrong."""
+
+    def values(self):
+        raise AssertionError("values")
+
+    def __repr__(self):
+        raise AssertionError("repr")
+
+
+class Odd(nn.Module):
+    """Has what must not be asked for more than the trace asks."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.lazy, self.key = LazyDict(a=2.0), nn.Parameter(torch.ones(1, device=device))
+        self.by_key, self.large = {self.key: 3.0}, dict.fromkeys(range(5000), 1.0)
+        self.huge = {"a": 2.0, "b": 2**20_000}
+
+    def forward(self, x):
+        x = plus_one(x) * self.lazy["a"] * self.large[7]
+        return x * len(self.huge) + self.huge["a"] + len(self.by_key)
+
+
+def test_odd_attributes_of_a_module(device):
+    model = Odd(device)
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            x = rows(device)
+            assert_same(compiled(x), model(x))
+        (program,) = torch_bcg.programs(compiled)
+        for _ in range(3):
+            x = rows(device)
+            assert_same(program(x), (model(x),))
+        model.by_key = {nn.Parameter(torch.ones(1, device=device)): 3.0}
+        with pytest.raises(MisfitError, match="by_key"):
+            program(x)
+
+
+def test_rows_that_no_trial_has_shown(device):
+    """Recorded at its own size, the program has not been tried with padded rows."""
+    compiled = torch.compile(
+        lambda x: plus_one(x / x.amax(0, keepdim=True)),
+        backend="bcg",
+        options={"buckets": [8, 16], "rows": "independent"},
+        dynamic=True,
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device, 8))
+        for program in torch_bcg.programs(compiled):
+            with pytest.raises(MisfitError, match="sizes"):
+                program(-torch.ones(6, 6, device=device))
 
 
 class Weightless(nn.Module):
@@ -446,7 +538,7 @@ def test_a_torch_that_does_not_say_what_a_graph_was_made_for(device, monkeypatch
             x = rows(device)
             assert_same(compiled(x), model(x))
         (program,) = torch_bcg.programs(compiled)
-        with pytest.raises(MisfitError, match="one that says guards"):
+        with pytest.raises(MisfitError, match="guards"):
             program(x)
 
 

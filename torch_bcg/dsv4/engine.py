@@ -30,6 +30,7 @@ from torch_bcg.graph.buckets import LADDER
 from torch_bcg.handle import ProgramHandle
 from torch_bcg.programs import forget_graphs
 
+MOST_REFUSALS = 3
 OF_TORCH_COMPILE = ("guard_filter_fn",)  # options that it takes, and the backend never sees
 
 
@@ -73,7 +74,7 @@ class Engine:
     from its first step until it is closed, or gone.
 
     Steps of a size whose program is known go past Dynamo. Between them weights, modules and numbers
-    of the model may be set anew; what else is (a hook, a forward) is seen after `close`.
+    of the model may be set anew; what else is (a hook, a forward) takes another engine.
 
     A step may come in any mode of autograd, each has programs of its own, and with autocast, which
     is off within.
@@ -135,6 +136,7 @@ class Engine:
         self.backend = backend
         self.kept: dict[int, DSV4Metadata] = {}
         self.programs: dict[int, ProgramHandle] = {}
+        self._refused: dict[int, int] = {}  # one after another, of the programs of a size
         self._mode = _mode()
 
     def step(self, input_ids: Tensor, batch: ExtendBatch) -> Tensor:
@@ -172,10 +174,12 @@ class Engine:
             if rows in self.programs:
                 try:
                     (hidden,) = self.programs[rows](input_ids, metadata=md)
+                    self._refused.pop(rows, None)
                     return cast("Tensor", hidden)
                 except MisfitError as error:  # weights, marks, settings: Dynamo finds out which
                     if error.program is not self.programs[rows]:
                         raise
+                    self._refused[rows] = self._refused.get(rows, 0) + 1
                     self._forget()  # of other sizes too: handles keep weights alive
             known = self.backend is None or rows in self.kept
             before = {} if known else {p: p.replays for p in torch_bcg.programs(self.compiled)}
@@ -190,6 +194,7 @@ class Engine:
     def close(self) -> None:
         """Frees what was recorded; a step after that records again."""
         self._forget()
+        self._refused.clear()
         if self.backend == "bcg":
             torch_bcg.reset(self.compiled)
 
@@ -206,7 +211,8 @@ class Engine:
             ran = program.replays > before.get(program, -1)
             if ran and rows in program.sizes.values():
                 self.kept[rows] = program.captured(md)
-                if len(program.arguments) == 1:  # else numbers of the model are arguments as well
+                # Else numbers of the model are arguments as well, or it is refused every time.
+                if len(program.arguments) == 1 and self._refused.get(rows, 0) < MOST_REFUSALS:
                     self.programs[rows] = program
 
     def _settle(self) -> None:
