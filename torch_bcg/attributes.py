@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_bcg.metadata.schema import contents_of
+from torch_bcg.metadata.schema import contents_of, outline_of
 from torch_bcg.sources import Premises, value_in
 
 _NOTHING = object()
@@ -45,15 +45,19 @@ class Watched:
         for way in _ways(premises) if root is not None else ():
             for d, key in _held_at(root, way, lists):
                 places[id(d), key] = d, key
+        sets: dict[int, set[Any]] = {}
         for way, was in premises.outlines.items() if root is not None else ():
             value = value_in(root, way)
             if isinstance(value, dict) and not isinstance(was, type):
                 dicts[id(value)] = value
+            elif isinstance(value, set) and not isinstance(was, type):
+                sets[id(value)] = value
         self._dicts = [d for d, _ in places.values()]
         self._keys = [key for _, key in places.values()]
         self._values = [dict.get(d, key, _NOTHING) for d, key in places.values()]
         self._growing = [*dicts.values()]
         self._sizes = [*map(len, self._growing)]
+        self._sets = [(one, outline_of(one)) for one in sets.values()]
         self._lists, self._contents = [*lists.values()], [*map(tuple, lists.values())]
         self._other = "" if module is None else _differing(root, tensors, premises)
 
@@ -66,6 +70,7 @@ class Watched:
             and all(map(operator.is_, now, self._values))
             and [*map(len, self._growing)] == self._sizes
             and all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
+            and all(outline_of(one) == outline for one, outline in self._sets)
         )
 
     def changed(self) -> str:

@@ -153,8 +153,7 @@ def premises_of(gm: fx.GraphModule) -> Premises:
         way: (type if compared == {"type"} else contents_of)(value_in(module, way))
         for way, compared in seen.items()
     }
-    sets = (way for way in outlines if isinstance(value_in(module, way), (set, frozenset)))
-    return Premises(tensors, outlines, next(sets, ""))
+    return Premises(tensors, outlines)
 
 
 def value_in(module: object, way: str) -> object:

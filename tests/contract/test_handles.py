@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import torch_bcg
+import torch_bcg.compiled
 from torch_bcg import sources
 from torch_bcg.errors import BCGWarning, BindingError, MisfitError
 from twin import assert_same, counted, plus_one
@@ -190,13 +191,16 @@ class Varied(nn.Module):
         self.last = None
         self.factors, self.names = [2.0, 3.0], {"a": 1.5}
         self.config = dataclasses.make_dataclass("Config", ["eps", "device"])(0.5, device)
+        self.ids = {3, 5}
+        self.register_buffer("unsaved", torch.ones(6, device=device), persistent=False)
         self.deep = {"a": {"b": 0.25}, "c": [[torch.randn(6, device=device)]]}
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         x = plus_one(x) * self.factors[1] + self.names["a"] + self.config.eps * self.slope
-        x = x * self.deep["a"]["b"] + self.deep["c"][0][0]
+        x = x * self.deep["a"]["b"] + self.deep["c"][0][0] * self.unsaved
+        x = x + 1 if 4 in self.ids else x
         if self.offset is not None:
             x = x + self.offset
         if hasattr(self, "extra"):
@@ -216,6 +220,7 @@ VARIED = {
     "deep in a dict": lambda m, d: m.deep["a"].update(b=0.75),
     "deep in a list": lambda m, d: m.deep["c"][0].__setitem__(0, rows(d, 1)[0]),
     "in an object": lambda m, d: setattr(m.config, "eps", 9.0),
+    "set": lambda m, d: m.ids.symmetric_difference_update({3, 4}),
     "asked for": lambda m, d: setattr(m, "extra", 1),
     "of the class": lambda m, d: setattr(m, "slope", 3.0),
     "object": lambda m, d: setattr(m, "config", dataclasses.replace(m.config, eps=7.0)),
@@ -531,6 +536,7 @@ def test_a_torch_that_does_not_say_what_a_graph_was_made_for(device, monkeypatch
         raise sources._silent("guards", "nothing")
 
     monkeypatch.setattr(sources, "_guards", silent)
+    monkeypatch.setattr(torch_bcg.compiled, "metadata_behind", lambda gm: ())
     model = Model(device)
     compiled = torch.compile(model, backend="bcg")
     with torch.no_grad():

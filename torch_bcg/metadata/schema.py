@@ -128,6 +128,9 @@ def outline_of(value: object) -> object:
     if kind is dict:
         assert isinstance(value, dict)
         return kind, tuple([k if type(k) in (int, str) else id(k) for k in value])
+    if kind in (set, frozenset):
+        assert isinstance(value, (set, frozenset))
+        return kind, frozenset(k if type(k) in (int, str) else id(k) for k in value)
     return (kind, len(value)) if isinstance(value, (list, tuple)) and kind in _PLAIN else kind
 
 
