@@ -47,7 +47,7 @@ class Arguments:
         numbers: Mapping[str, str],
     ) -> None:
         names = plan.arguments
-        self._plan, self._names = plan, names
+        self._names = names
         self._fields = [Fields(i, names) for i in instances]
         of_fields = {place: names[place] for f in self._fields for place in f.places}
         self._derived = [d for d in derived_sizes(plan) if d[0] not in of_fields]

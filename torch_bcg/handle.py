@@ -83,8 +83,8 @@ class ProgramHandle:
         With ``check="address"`` all static tensors have to be in place, and the compiled module has
         to have them, and whatever else its graph was made for, where it had them; else only the
         address of the first tensor is looked at. Not compared are hooks, code, attributes of a
-        class, globals, and what a function reads that is no method of a module. What the compiled
-        function does to Python objects after its graph is not done.
+        class or of an object with slots, globals, and what a function reads that is no method of a
+        module. What the compiled function does to Python objects after its graph is not done.
 
         Args:
             args: tensors and numbers.

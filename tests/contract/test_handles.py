@@ -256,26 +256,40 @@ def handed_on(forward):
     return wrapper
 
 
-class Wrapped(nn.Module):
+class Weightless(nn.Module):
     def __init__(self):
         super().__init__()
         self.shift = 0.5
 
+    def forward(self, x):
+        return plus_one(x) * self.shift
+
+
+class Wrapped(Weightless):
     @handed_on
     def forward(self, x):
         return plus_one(x) * self.shift
 
 
-def test_a_wrapped_forward(device):
-    model = Wrapped()
+@pytest.mark.parametrize("kind", [Weightless, Wrapped])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_module_without_tensors(device, kind, when):
+    """Its number changes before its program is asked for, or after that."""
+    model = kind()
     compiled = torch.compile(model, backend="bcg")
     with torch.no_grad():
         for _ in range(3):
-            compiled(rows(device))
+            x = rows(device)
+            want = compiled(x)
+        if when == "after":
+            (program,) = torch_bcg.programs(compiled)
+            assert_same(program(x), (want,))
         model.shift = 1.5
-        (program,) = torch_bcg.programs(compiled)
-        with pytest.raises(MisfitError, match="shift"):
-            program(rows(device))
+        if when == "before":
+            (program,) = torch_bcg.programs(compiled)
+        for _ in range(3):
+            with pytest.raises(MisfitError, match="shift"):
+                program(rows(device))
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, lambda *a, **k: nn.Sequential(nn.Linear(*a, **k))])
@@ -351,27 +365,6 @@ def test_rows_that_no_trial_has_shown(device):
         for program in torch_bcg.programs(compiled):
             with pytest.raises(MisfitError, match="sizes"):
                 program(-torch.ones(6, 6, device=device))
-
-
-class Weightless(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.shift = 0.5
-
-    def forward(self, x):
-        return plus_one(x) * self.shift
-
-
-def test_a_module_without_tensors(device):
-    model = Weightless()
-    compiled = torch.compile(model, backend="bcg")
-    with torch.no_grad():
-        for _ in range(3):
-            compiled(rows(device))
-        (program,) = torch_bcg.programs(compiled)
-        model.shift = 1.5
-        with pytest.raises(MisfitError, match="shift"):
-            program(rows(device))
 
 
 @torch_bcg.eager_on_graph(mutates_args=("out",))

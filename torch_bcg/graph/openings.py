@@ -14,8 +14,8 @@ from torch_bcg.graph.known import Facts
 from torch_bcg.graph.modes import is_mode
 
 Item = Sequence[fx.Node]
-# One more launch takes the host some 10 us, and 1,353 addresses take it 340 us where they are in no
-# cache (bench_dsv4.py on an H200). Few kernels are done before any of that is.
+# One more launch takes the host some 20 us and 1,353 addresses 340 us, where nothing is in a cache
+# (within bench_dsv4.py on an H200). Few kernels are done before any of that is.
 STATICS, KERNELS = 256, 8
 
 

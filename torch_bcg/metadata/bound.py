@@ -51,15 +51,7 @@ def _nothing_bound(cls: type) -> BindingError:
 
 
 class bind_as_it_is:  # noqa: N801 - used like a function
-    """Binds an object for a call that Dynamo does not see: for its class and registered bases.
-
-    Args:
-        metadata: an object of a registered class, or of one that inherits from such a class.
-
-    Raises:
-        BindingError: not registered; one of its classes is bound already, here or in another
-            thread; a number that is declared equal differs from that of what was compiled.
-    """
+    """Binds an object for a call that Dynamo does not see: what `bind_metadata` does besides."""
 
     def __init__(self, metadata: object) -> None:
         self.metadata = metadata
