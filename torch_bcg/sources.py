@@ -114,6 +114,13 @@ def _guards() -> list[Any]:
     return found
 
 
+# As versions of torch write it: through type() or __class__, bases, the dict or a copy of that.
+_OF_CLASS = re.compile(
+    r"(?:dict\()?(?:type\((?P<of>.*)\)|(?P<its>.*)\.__class__)(?:\.__mro__\[\d+\])?"
+    r"(?:\.__dict__\)?\['(?P<key>\w+)'\]|\.(?P<name>\w+))"
+)
+
+
 @dataclass(frozen=True)
 class Premises:
     """What Dynamo made a graph for, of the module whose method it compiled.
@@ -163,8 +170,10 @@ def value_in(module: object, way: str) -> object:
 
 def _of_instance(text: str) -> str:
     """``dict(type(X).__dict__)['n']``, of a class until an instance has its own -> ``X.n``."""
-    text = re.sub(r"dict\(type\((.*)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", text)
-    return re.sub(r"type\((.*)\)\.__mro__\[\d+\]\.__dict__\['(\w+)'\]", r"\1.\2", text)
+    found = _OF_CLASS.fullmatch(text)
+    if found is None:
+        return text
+    return f"{found['of'] or found['its']}.{found['key'] or found['name']}"
 
 
 def _module_of_frame() -> tuple[str, object]:

@@ -522,6 +522,18 @@ def test_a_mark_made_since(called, device):
         mark.remove()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dict(type(L['self'].a).__dict__)['n']", "type(L['self'].a).__dict__['n']",
+        "type(L['self'].a).__mro__[1].__dict__['n']", "L['self'].a.__class__.n",
+        "dict(type(L['self'].a).__mro__[2].__dict__)['n']", "type(L['self'].a).n", "L['self'].a.n",
+    ],
+)  # fmt: skip
+def test_an_attribute_of_a_class_as_dynamo_writes_it(text):
+    assert sources._of_instance(text) == "L['self'].a.n"
+
+
 def test_a_torch_that_does_not_say_what_a_graph_was_made_for(device, monkeypatch):
     """Compiled functions work as ever; their programs cannot be called directly."""
 
