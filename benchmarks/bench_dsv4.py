@@ -16,8 +16,9 @@ over one set of weights, each with memory of its own (floors with that of theirs
 random numbers in it. A call is `Engine.forward`: in all of them the metadata is built before and
 bound in the call, token ids are copied in and rows copied out. Times:
 
-  latency       until the device is idle
+  latency       until the device is idle, of a call right after one of the same variant
   host          until the call returns
+  cold          latency right after a call of another variant; cold host: those until they return
   back to back  of 20 calls, or of as many as take half a second, but 3, divided by their number
   step          latency of `Engine.step`, which builds the metadata first, and its host time; what
                 is only a recording has none
@@ -65,8 +66,7 @@ import torch_bcg
 from torch_bcg.dsv4 import DeepseekV4, DSV4Config, Pools, random_model
 
 ALIKE = ("segments", "meta", "bcg", "floor")  # equal to the bit
-TIMES = ("latency", "host", "back to back", "step", "step host")
-
+TIMES = ("latency", "host", "cold", "cold host", "back to back", "step", "step host")
 LEAST, TOGETHER, TOGETHER_US = 5, 20, 5e5  # rounds; calls back to back, and how long they may take
 AT_LEAST = (("eager", 256, 5), ("meta", 256, 1.8), ("meta", 2048, 1.3))  # over the faster of ours
 CUT_US = 6
@@ -137,12 +137,16 @@ def times_of(
     rounds = min(repeats, max(LEAST, int(seconds * 1e6 / sum(once.values()))))
     steps = {n: lanes[n].step for n in calls if n not in RECORDED}
     taken: dict[tuple[str, str], list[float]] = {}
-    for group, whole, part in ((calls, "latency", "host"), (steps, "step", "step host")):
+    for group, whole, part, untimed in (
+        (calls, "latency", "host", 1),
+        (calls, "cold", "cold host", 0),
+        (steps, "step", "step host", 1),
+    ):
         host: dict[str, list[float]] = {n: [] for n in group}
         noted = {n: noting(call, host[n]) for n, call in group.items()}
-        latency = measure(noted, given, rounds if group else 0, device, wall=True)
+        latency = measure(noted, given, rounds if group else 0, device, wall=True, untimed=untimed)
         taken |= {(n, whole): us for n, us in latency.items()}
-        taken |= {(n, part): us for n, us in host.items()}
+        taken |= {(n, part): us[untimed :: untimed + 1] for n, us in host.items()}
     count = {n: max(3, min(TOGETHER, int(TOGETHER_US / us))) for n, us in once.items()}
     bursts = {n: noting(call, [], count[n]) for n, call in calls.items()}
     for n, us in measure(bursts, given, max(1, repeats // 10), device, wall=True).items():

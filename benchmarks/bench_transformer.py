@@ -25,8 +25,9 @@ Whatever is recorded has its input copied in and its result copied out. Inductor
 takes long to compile: reduce-overhead and full-inductor take part with --full, or where --only
 names them. Times, all variants in turn in one run:
 
-  latency       until the device is idle
+  latency       until the device is idle, of a call right after one of the same variant
   host          until the call returns, of the same calls
+  cold          latency right after a call of another variant; cold host: those until they return
   back to back  of 50 calls, or of as many as take 50 ms, but 3, divided by their number
 
 Before and after the timing every variant is compared with the model in float64: an error of more
@@ -75,7 +76,8 @@ from torch_bcg.errors import OptionError
 META = "breakable_cuda_graphs"
 UNGUARDED = torch.compiler.skip_guard_on_all_nn_modules_unsafe
 SLOW = ("reduce-overhead", "full-inductor")
-TIMES = ("latency", "host", "back to back")
+TIMES = ("latency", "host", "cold", "cold host", "back to back")
+PAIRS = (("latency", "host", 1), ("cold", "cold host", 0))  # and how many calls come untimed before
 LEAST, TOGETHER, TOGETHER_US = 10, 50, 5e4  # rounds; calls back to back, and how long they may take
 
 META_LIMITS = {16: 1.15, 256: 1.15, 1024: 1.08, 2048: 1.10}  # by number of tokens
@@ -226,11 +228,13 @@ def times_of(
     device = inputs[0].device
     once = {n: us for n, (us,) in measure(calls, inputs, 1, device, wall=True).items()}
     rounds = min(repeats, max(LEAST, int(seconds * 1e6 / sum(once.values()))))
-    host: dict[str, list[float]] = {n: [] for n in calls}
-    noted = {n: noting(call, host[n]) for n, call in calls.items()}
-    taken = {(n, "host"): us for n, us in host.items()}
-    for n, us in measure(noted, inputs, rounds, device, wall=True).items():
-        taken[n, "latency"] = us
+    taken: dict[tuple[str, str], list[float]] = {}
+    for whole, part, untimed in PAIRS:
+        host: dict[str, list[float]] = {n: [] for n in calls}
+        noted = {n: noting(call, host[n]) for n, call in calls.items()}
+        latency = measure(noted, inputs, rounds, device, wall=True, untimed=untimed)
+        taken |= {(n, whole): us for n, us in latency.items()}
+        taken |= {(n, part): us[untimed :: untimed + 1] for n, us in host.items()}
     count = {n: max(3, min(TOGETHER, int(TOGETHER_US / us))) for n, us in once.items()}
     bursts = {n: noting(call, [], count[n]) for n, call in calls.items()}
     for n, us in measure(bursts, inputs, max(1, repeats // 10), device, wall=True).items():
@@ -332,12 +336,12 @@ def text(records: Iterable[Record], notes: Mapping[str, str]) -> str:
     for tokens, name in dict.fromkeys((tokens, name) for tokens, name, _ in by):
         base, whole = by.get((tokens, "eager", "latency")), by[tokens, name, "latency"]
         ratio = base.p50 / whole.p50 if base else "-"
-        latency, host, together = (f"{by[tokens, name, kind].p50:.0f}" for kind in TIMES)
+        us = [f"{by[tokens, name, kind].p50:.0f}" for kind in TIMES]
         span, error = f"{whole.p20:.0f} to {whole.p80:.0f}", f"{whole.params['error']:.1e}"
         made = f"{by[tokens, name, 'made'].p50:.1f}"
-        body.append((name, tokens, ratio, latency, span, host, together, whole.n, error, made))
-    body += [(name, *["-"] * 8, why) for name, why in notes.items()]
-    columns = ("latency", "p20 to p80", "host", "back to back", "calls", "error", "made s")
+        body.append((name, tokens, ratio, us[0], span, *us[1:], whole.n, error, made))
+    body += [(name, *["-"] * (len(TIMES) + 5), why) for name, why in notes.items()]
+    columns = ("latency", "p20 to p80", *TIMES[1:], "calls", "error", "made s")
     return table(("variant", "tokens", "eager /", *columns), body)
 
 

@@ -3,8 +3,9 @@
 Times are host time from call to return, or to the end of the device's work where a benchmark asks
 for that, with the device idle before each call. All variants are timed in one run, one call each in
 turn: the order moves on by one every repeat and is reversed in every second one, so that no variant
-always follows the same other. Garbage collection is off meanwhile, and results are let go outside
-the timed span.
+always follows the same other. Where a benchmark says so, each has untimed calls first, since steps
+of an engine follow each other: what comes after another variant finds nothing in the caches of the
+host. Garbage collection is off meanwhile, and results are let go outside the timed span.
 """
 
 from __future__ import annotations
@@ -186,10 +187,12 @@ def measure(
     repeats: int,
     device: torch.device,
     wall: bool = False,
+    untimed: int = 0,
 ) -> dict[str, list[float]]:
     """Microseconds from call to return, ``repeats`` for each of ``calls``, all in turn.
 
-    With ``wall`` a call ends when the device has done its work.
+    With ``wall`` a call ends when the device has done its work. So many ``untimed`` calls come
+    before each timed one.
     """
     names = list(calls)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -203,6 +206,8 @@ def measure(
                 order = names[shift:] + names[:shift]
                 for name in reversed(order) if i % 2 else order:
                     call = calls[name]
+                    for _ in range(untimed):
+                        call(x)
                     wait_idle(device)
                     start = time.perf_counter_ns()
                     result = call(x)

@@ -47,7 +47,8 @@ def test_variants_are_compared_and_timed(bench, variants, monkeypatch, tmp_path,
         assert bench.main([*given, *only]) == 0
     written = json.loads((tmp_path / "dsv4.json").read_text())
     found = {(r["variant"], r["params"]["time"]): r for r in written["records"]}
-    calls = {(n, t) for n in ("eager", "bcg", "floor") for t in ("latency", "host", "back to back")}
+    times = ("latency", "host", "cold", "cold host", "back to back")
+    calls = {(n, t) for n in ("eager", "bcg", "floor") for t in times}
     steps = {(n, t) for n in ("eager", "bcg") for t in ("step", "step host")}
     assert found.keys() == calls | steps | {("bcg", "record"), ("floor", "record")}
     assert all(found[key]["params"]["error"] == 0 for key in calls)  # float32 is exact's

@@ -34,7 +34,7 @@ def test_writes_records_of_each_variant_and_number_of_tokens(bench, tmp_path, ca
     assert bench.main([*QUICK, "--only", *OURS, "meta", "floor", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "transformer.json").read_text())
     kinds = [(r["params"]["tokens"], r["variant"], r["params"]["time"]) for r in written["records"]]
-    times = ["latency", "host", "back to back", "made"]
+    times = ["latency", "host", "cold", "cold host", "back to back", "made"]
     assert sorted(kinds) == sorted((t, n, k) for t in (4, 6) for n in OURS for k in times)
     for record in written["records"]:
         made = record["params"]["time"] == "made"

@@ -127,6 +127,14 @@ def test_order_moves_on_so_that_every_variant_comes_after_every_other(module):
     assert {(p, n) for p in "abc" for n in "abc" if p != n} <= after
 
 
+def test_untimed_calls_come_before_each_timed_one_of_their_variant(module):
+    harness, called = module("harness"), []
+    calls = {name: lambda x, name=name: called.append(name) for name in "ab"}
+    samples = harness.measure(calls, [torch.zeros(1)], 3, torch.device("cpu"), untimed=2)
+    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
+    assert "".join(called) == "aaabbb" + "aaabbb" + "aaabbb"
+
+
 def test_records_hold_median_and_percentiles(module):
     record = module("harness").Record.of("x", "y", "us", list(range(101)), layers=2)
     assert (record.p20, record.p50, record.p80, record.n) == (20, 50, 80, 101)
