@@ -23,6 +23,7 @@ ENGINES: dict[str, dict[str, Any] | None] = {  # options of the backend; None: e
     "meta": None,
     "bcg": {},
     "inductor": {"inner": "inductor"},
+    "unchecked": {"inner": "inductor", "check": "off"},
     "segments": {"execute": "segments"},
 }
 FLOORS = {"floor": "bcg", "inductor-floor": "inductor"}  # of which engine
