@@ -34,6 +34,9 @@ SILENT: another result than eager's, or eager speed, and not a word. WARNED, RAI
 |   eager raises; check="poison" does                              |              |                               |
 | padded: a negative index in a tensor counts from the end of the  | SILENT       | test_negative_index           |
 |   padded rows; check="poison" raises                             |              |                               |
+| padded: an operator that nobody knows is tried with the numbers  | SILENT       | test_turned_off_in_a_trial    |
+|   of a few calls; what `where` turns off there joins rows later; |              |                               |
+|   check="poison" raises                                          |              |                               |
 | padded: positions that grow from call to call leave a table with | RAISED       | test_growing_positions        |
 |   their padded rows before its end is reached                    |              |                               |
 | padded: the place declared with pad= holds what was written      | SILENT       | test_reserved_place           |
@@ -479,6 +482,22 @@ def test_negative_index(device):
 
     # Row 7 of 8 is padding; eager takes row 4 of 5.
     finds_padding(fn, *(torch.tensor([i, 0], device=device) for i in (1, -1)))
+
+
+@torch.library.custom_op("footguns::less_total", mutates_args=())
+def less_total(x: Tensor) -> Tensor:
+    """Every row sees all rows, of which facts know nothing."""
+    return x - x.sum(0)
+
+
+less_total.register_fake(torch.empty_like)
+
+
+def test_turned_off_in_a_trial(device):
+    def fn(x, on):
+        return torch.where(on, less_total(plus_one(x) + 1), x) * 2
+
+    finds_padding(fn, *(torch.tensor(on, device=device) for on in (False, True)))
 
 
 def test_growing_positions():

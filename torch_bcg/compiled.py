@@ -327,7 +327,7 @@ class CompiledGraph:
         sizes = call_sizes(self.plan, args)
         trial = Trial(self.gm, self.plan, self.facts, self.lowering, key, target, sizes, again)
         result, reason = trial.run(args)
-        self.rows.tried(target, reason)
+        self.rows.tried(key, target, reason)
         if self.rows.refused is not None:
             self.make_plan()
         self.seen[key] = self.seen.get(key, 0) + 1

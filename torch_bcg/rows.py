@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -110,6 +111,9 @@ class Rows:
         self.inside: set[int] = set()  # padded sizes at which no index leaves its table
         self.outside: set[int] = set()
         self.found: dict[Key, Key | str] = {}
+        self.shown: dict[
+            int, int
+        ] = {}  # rows of calls that a trial agreed to, and of their padding
 
     def choose(self, sizes: Mapping[str, tuple[str, ...]]) -> str:
         """The symbol of rows, for `graph.facts`; "" if there is none."""
@@ -143,6 +147,7 @@ class Rows:
         self.place = self.symbols.index(plan.padding.symbol) if padded and plan.padding else -1
         tried = plan.padding.tried if padded and plan.padding else ()
         self.untried = tuple(r for r in tried if r not in self.agreed)
+        self.shown.clear()
         self.looks_up = any(r.kind == LOOKED_UP for r in tried)
         return plan
 
@@ -206,17 +211,27 @@ class Rows:
         """Whether a trial has to come before this call is padded."""
         if key == target:
             return False
-        return bool(self.untried) or (self.looks_up and target[self.place] not in self.inside)
+        if self.untried and key[self.place] not in self.shown:
+            return True
+        return self.looks_up and target[self.place] not in self.inside
 
-    def tried(self, target: Key, refused: Reason | None) -> None:
-        """What a trial found; the graph is planned again if it refuses for every size."""
+    def tried(self, key: Key, target: Key, refused: Reason | None) -> None:
+        """What a trial found; the graph is planned again if it refuses for every size.
+
+        An operator that works on rows in groups joins no row of a call with a padded one if both
+        are whole groups. So other sizes are tried as well, until no size of a group divides the
+        rows of all calls that were tried, or all that they were padded by.
+        """
+        size, whole = key[self.place], target[self.place]
         if refused is not None and refused.kind == OUTSIDE:
-            self.outside.add(target[self.place])
+            self.outside.add(whole)
             self.found.clear()
             return
-        self.inside.add(target[self.place])
+        self.inside.add(whole)
         self.refused = refused
-        self.agreed, self.untried = (*self.agreed, *self.untried), ()
+        self.shown[size] = whole - size
+        if refused is not None or math.gcd(*self.shown) == math.gcd(*self.shown.values()) == 1:
+            self.agreed, self.untried = (*self.agreed, *self.untried), ()
 
     def limit(self) -> int:
         """Most programs of one set of static tensors: the ladder comes on top of other shapes."""

@@ -357,6 +357,60 @@ def test_a_trial_that_fails_refuses(device):
     assert verdicts(compiled) == ["padded rows change others"]
 
 
+@torch.library.custom_op("padding::less_mean_of_four", mutates_args=())
+def less_mean_of_four(x: Tensor, reverse: bool) -> Tensor:
+    """Rows less the mean of their group of four, counted from the first row or from the last."""
+    rows = x.flip(0) if reverse else x
+    rows = torch.cat([group - group.mean(0) for group in rows.split(4)])
+    return rows.flip(0) if reverse else rows
+
+
+less_mean_of_four.register_fake(lambda x, reverse: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_groups_of_rows_are_tried_until_one_would_hold_padded_rows(device, reverse):
+    """At 4 and 12 rows of 8 and 16 all groups are whole, those of padded rows as well."""
+    sizes = (4, 4, 4, 12, 12, 4, 11, 5, 12, 7, 3)
+
+    def make(i):
+        x = torch.randn(sizes[i], 4, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        return (x,)
+
+    compiled = check(
+        lambda x: less_mean_of_four(plus_one(x * 2), reverse) * 2,
+        make,
+        calls=len(sizes),
+        replays=range(3, 9),
+        exact=False,
+        options={"buckets": [8, 16]},
+    )
+    assert verdicts(compiled) == ["padded rows change others"]
+
+
+def test_sizes_without_a_common_divisor_end_the_trials(device):
+    """4 and 12 are both of groups of four; with 13 and its padding of 3 nothing is left."""
+
+    @torch.library.custom_op("padding::times_three", mutates_args=())
+    def times_three(x: Tensor) -> Tensor:
+        return x * 3
+
+    times_three.register_fake(torch.empty_like)
+    compiled = torch.compile(
+        lambda x: times_three(x + 1), backend="bcg", dynamic=True, options={"buckets": [8, 16]}
+    )
+    tried = []
+    for size in (8, 4, 4, 12, 4, 12, 13, 5, 11, 14, 6):
+        x = torch.randn(size, 4, device=device)
+        with torch.inference_mode(), counted() as counts:
+            assert_same(compiled(x), (x + 1) * 3)
+        if counts.warming:
+            tried.append(size)
+    assert tried == [4, 12, 13]
+    assert verdicts(compiled) == [None]
+
+
 def test_a_trial_repeats_no_side_effect(device):
     counts = []
 

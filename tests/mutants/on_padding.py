@@ -54,6 +54,15 @@ def less_total(x: Tensor) -> Tensor:
 less_total.register_fake(torch.empty_like)
 
 
+@torch.library.custom_op("mutants::less_mean_of_four", mutates_args=())
+def less_mean_of_four(x: Tensor) -> Tensor:
+    """Every row sees those of its group of four, of which the last may be smaller."""
+    return torch.cat([group - group.mean(0) for group in x.split(4)])
+
+
+less_mean_of_four.register_fake(torch.empty_like)
+
+
 # rows of the call, and no others
 
 
@@ -70,7 +79,7 @@ def stale_rows(device):
         x[5:] = float("inf")
         return (x,)
 
-    padded(fn, make, rows="independent")
+    padded(fn, make, rows="independent", replays=range(3, 6))
 
 
 def declared_slot(device):
@@ -189,6 +198,17 @@ def refused_by_a_trial(device):
     )
 
 
+def groups_of_rows(device):
+    """Four rows are a whole group and so are the four that pad them: three are not."""
+    sizes = (4, 4, 4, 3, 5, 7)
+    padded(
+        lambda x: less_mean_of_four(plus_one(x * 2) + 1) * 2,
+        lambda i: (dynamic(torch.randn(sizes[i], 4, device=device)),),
+        verdict="padded rows change others",
+        replays=range(1, 6),
+    )
+
+
 def rows_left_by_a_segment(device):
     """Padded rows are zero at first, and then what a recorded segment makes of them."""
 
@@ -250,4 +270,4 @@ def buffer_in_a_trial(device):
         x = rows(device, i)
         return x, dynamic(torch.arange(len(x), device=device))
 
-    padded(Counter(device), make)
+    padded(Counter(device), make, replays=range(3, 6))

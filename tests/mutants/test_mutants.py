@@ -89,6 +89,7 @@ PADDING_KILLERS = {
         on_checks.padded_row_read,
         on_checks.bridge_tail_read,
     ],
+    "one size is tried": [on_padding.groups_of_rows],
     "trials compare nothing": [on_padding.refused_by_a_trial],
     "verify does nothing": [on_checks.wrong_segment],
     "poison runs nothing again": [on_checks.padded_row_read, on_checks.bridge_tail_read],

@@ -201,6 +201,29 @@ def convolution(call: Call) -> list[States]:
     return [(fresh(x[0]), *call.lost(shape[1:]))]
 
 
+def pool(call: Call) -> list[States]:
+    """``avg_pool2d`` and its family: over as many trailing dims as the name says."""
+    slid = int(call.name[call.name.index("pool") + 4])
+    states = call.states(call.first)
+    if any(s is not None for s in states[-slid:]):
+        call.mixes("pooling over tokens")
+    return [(*map(fresh, states[:-slid]), *call.lost(x.shape[-slid:])) for x in call.out]
+
+
+def loss(call: Call) -> list[States]:
+    """``mse_loss`` and its family: position by position, then over all unless told otherwise."""
+    return pointwise(call) if call["reduction"] == 0 else reduce_all(call)
+
+
+def renorm(call: Call) -> list[States]:
+    """Over all dims but one."""
+    states = tuple(map(fresh, call.states(call.first)))
+    kept = call["dim"] % len(states)
+    if any(s is not None for d, s in enumerate(states) if d != kept):
+        call.mixes("reduction over tokens")
+    return [states]
+
+
 def attention(call: Call) -> list[States]:
     """Fused attention: keys are contracted, heads and batch are not."""
     several = [call.states(x) for x in list(call.arguments.values())[:3]]

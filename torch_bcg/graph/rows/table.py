@@ -76,6 +76,10 @@ _COMPUTE: dict[str, Rule] = {
     "mm bmm addmm baddbmm mv dot vdot addmv addbmm": compute.contract,
     "linear": compute.linear,
     "convolution": compute.convolution,
+    "avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices _adaptive_avg_pool2d "
+    "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d": compute.pool,
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy": compute.loss,
+    "renorm": compute.renorm,
     "tril triu": compute.triangle,
     "_assert_async _assert_tensor_metadata _assert_scalar sym_constrain_range "
     "sym_constrain_range_for_size": compute.nothing,
