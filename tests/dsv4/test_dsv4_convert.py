@@ -11,6 +11,7 @@ from torch_bcg.dsv4 import convert_from_transformers, random_model, run_requests
 from torch_bcg.errors import BCGError
 
 LAYER = "model.layers.1"
+INDEXER = f"{LAYER}.self_attn.compressor.indexer"
 PROMPTS = hf_models.prompts((5, 40))
 
 
@@ -167,6 +168,12 @@ def set_in(path, **numbers):
         (set_in("", vocab_size=90), r"becomes embedding\.weight"),
         (set_in("", hidden_size=32), r"becomes embedding\.weight"),
         (set_in(f"{LAYER}.self_attn", scaling=1.0), r"layers\.1\.self_attn\.scaling"),
+        (set_in(f"{LAYER}.self_attn", rope_layer_type="main"), r"self_attn\.rope_layer_type"),
+        (set_in(f"{INDEXER}", rope_layer_type="main"), r"indexer\.rope_layer_type"),
+        (set_in(f"{INDEXER}.scorer", softmax_scale=-1.0), r"scorer\.softmax_scale"),
+        (set_in(f"{INDEXER}.scorer", weights_scaling=2.0), r"scorer\.weights_scaling"),
+        (set_in("model.embed_tokens", max_norm=0.1), r"embed_tokens\.max_norm"),
+        (set_in(f"{LAYER}.mlp.experts", _apply_gate=torch.relu), r"layers\.1\.mlp\.experts"),
         (
             set_in(f"{LAYER}.self_attn.compressor.rotary_emb", compress_inv_freq=torch.ones(4)),
             r"layers\.1\.self_attn\.compressor\.rotary_emb",
@@ -257,6 +264,15 @@ def test_compiled_and_tied_models(hf):
     hf = DeepseekV4ForCausalLM(DeepseekV4Config(**given))
     model = convert_from_transformers(hf)
     assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
+
+
+@pytest.mark.parametrize(("main", "compress"), [(0.5, 0.25), (0.25, 0.5)])
+def test_branches_that_turn_other_shares_of_a_head(main, compress):
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    turns = {"main": {**plain, "partial_rotary_factor": main}}
+    turns["compress"] = {**plain, "partial_rotary_factor": compress}
+    given = {**hf_models.SIZES, **hf_models.RATIOS, "rope_parameters": turns}
+    check(DeepseekV4ForCausalLM(DeepseekV4Config(**given)).eval())
 
 
 def test_frequencies_come_with_the_weights():

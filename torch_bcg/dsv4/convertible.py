@@ -51,8 +51,10 @@ def check_forwards(hf_model: nn.Module) -> None:
             continue  # computes what the module in it does, which is looked at as well
         of = type(module).__module__
         theirs = of.startswith(("transformers.", torch.nn.modules.activation.__name__))
-        if "forward" in vars(module) or not (theirs or type(module) in _OF_TORCH):
-            raise unfit(path, "the forward of transformers", f"a {kind} with another one", fix)
+        own = [n for n, x in vars(module).items() if callable(x) and callable(_of_class(module, n))]
+        if own or not (theirs or type(module) in _OF_TORCH):
+            name = own[0] if own else "forward"
+            raise unfit(path, f"the {name} of transformers", f"a {kind} with another one", fix)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             # Those of transformers only watch.
             if not getattr(hook, "__module__", "").startswith("transformers."):
@@ -97,6 +99,10 @@ def check_numbers(hf_model: nn.Module, config: DSV4Config) -> None:
         for name, expected in known.items():
             if (found := getattr(module, name, expected)) != expected:
                 raise unfit(f"{path}.{name}", f"{expected}, of the configuration", str(found), fix)
+        if hasattr(module, "layer_type"):
+            turns = "main" if module.layer_type == "sliding_attention" else "compress"
+            if (found := module.rope_layer_type) != turns:
+                raise unfit(f"{path}.rope_layer_type", turns, str(found), fix)
         for name, function in functions.items():
             theirs = getattr(module, name, None)
             if theirs is not None and not torch.allclose(theirs(points), function(points)):
@@ -163,10 +169,16 @@ def _modules(hf_model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield path or type(hf_model).__name__, module
 
 
+def _of_class(module: nn.Module, name: str) -> object:
+    return getattr(type(module), name, None)
+
+
 def _numbers(c: DSV4Config) -> Mapping[str, Mapping[str, object]]:
     """By class of transformers, numbers that its objects keep."""
     router = {"top_k": c.num_experts_per_tok, "routed_scaling_factor": c.routed_scaling_factor}
+    turned = {"rope_layer_type": "compress"}
     return {
+        "Embedding": {"max_norm": None},
         "DeepseekV4RMSNorm": {"variance_epsilon": c.rms_norm_eps},
         "DeepseekV4UnweightedRMSNorm": {"eps": c.rms_norm_eps},
         "DeepseekV4Attention": {
@@ -175,9 +187,18 @@ def _numbers(c: DSV4Config) -> Mapping[str, Mapping[str, object]]:
             "scaling": c.head_dim**-0.5,
         },
         "DeepseekV4GroupedLinear": {"n_groups": c.o_groups},
-        "DeepseekV4CSACompressor": {"compress_rate": c.c4_ratio, "head_dim": c.head_dim},
-        "DeepseekV4HCACompressor": {"compress_rate": c.c128_ratio, "head_dim": c.head_dim},
+        "DeepseekV4CSACompressor": {**turned, "compress_rate": c.c4_ratio, "head_dim": c.head_dim},
+        "DeepseekV4HCACompressor": {
+            **turned,
+            "compress_rate": c.c128_ratio,
+            "head_dim": c.head_dim,
+        },
+        "DeepseekV4IndexerScorer": {
+            "softmax_scale": c.index_head_dim**-0.5,
+            "weights_scaling": c.index_n_heads**-0.5,
+        },
         "DeepseekV4Indexer": {
+            **turned,
             "compress_rate": c.c4_ratio,
             "num_heads": c.index_n_heads,
             "head_dim": c.index_head_dim,

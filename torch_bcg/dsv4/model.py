@@ -228,12 +228,16 @@ class DeepseekV4(nn.Module):
             return cast("Tensor", self.head(hidden)).float()
 
     def get_extra_state(self) -> Tensor:
-        """Of `Rotary` main and compress: float64 [2, rope_dim / 2 + 1], the scaling behind all."""
+        """Of `Rotary` main and compress: float64 [2, 1 + frequencies], the scaling before all.
+
+        One that has fewer frequencies than the other has zeros behind.
+        """
         rotaries = (self.main, self.compress)
-        return torch.stack([F.pad(r.inv_freq.double(), (0, 1), value=r.scaling) for r in rotaries])
+        rows = [F.pad(r.inv_freq.double(), (1, 0), value=r.scaling) for r in rotaries]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Frequencies belong to the weights: they come with those of `load_state_dict`."""
         for rotary, row in zip((self.main, self.compress), state, strict=True):
-            rotary.inv_freq.copy_(row[:-1])
-            rotary.scaling = float(row[-1])
+            rotary.inv_freq.copy_(row[1 : 1 + len(rotary.inv_freq)])
+            rotary.scaling = float(row[0])
