@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from math import gcd
 
 import torch
 from torch import fx
@@ -111,9 +111,7 @@ class Rows:
         self.inside: set[int] = set()  # padded sizes at which no index leaves its table
         self.outside: set[int] = set()
         self.found: dict[Key, Key | str] = {}
-        self.shown: dict[
-            int, int
-        ] = {}  # rows of calls that a trial agreed to, and of their padding
+        self.shown: dict[int, int] = {}  # rows of calls that were tried, and of their padding
 
     def choose(self, sizes: Mapping[str, tuple[str, ...]]) -> str:
         """The symbol of rows, for `graph.facts`; "" if there is none."""
@@ -230,7 +228,7 @@ class Rows:
         self.inside.add(whole)
         self.refused = refused
         self.shown[size] = whole - size
-        if refused is not None or math.gcd(*self.shown) == math.gcd(*self.shown.values()) == 1:
+        if refused is not None or gcd(*self.shown) == gcd(*self.shown.values()) == 1:
             self.agreed, self.untried = (*self.agreed, *self.untried), ()
 
     def limit(self) -> int:

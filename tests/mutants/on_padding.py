@@ -25,10 +25,10 @@ def verdicts(compiled):
     return [p.refused and p.refused.kind for p in found]
 
 
-def padded(fn, make, *, verdict=None, replays=range(4, 6), **options):
+def padded(fn, make, *, verdict=None, calls=6, replays=range(4, 6), **options):
     """Compares all sizes with eager, padded to 8 rows unless the verdict is another one."""
     options = {"buckets": [8], "on_eager_call": "error", **options}
-    compiled = check(fn, make, calls=6, replays=replays, exact=False, options=options)
+    compiled = check(fn, make, calls=calls, replays=replays, exact=False, options=options)
     assert verdicts(compiled) == [verdict]
     return compiled
 
@@ -79,7 +79,7 @@ def stale_rows(device):
         x[5:] = float("inf")
         return (x,)
 
-    padded(fn, make, rows="independent", replays=range(3, 6))
+    padded(fn, make, rows="independent", calls=7)  # of which two sizes are tried
 
 
 def declared_slot(device):
@@ -270,4 +270,4 @@ def buffer_in_a_trial(device):
         x = rows(device, i)
         return x, dynamic(torch.arange(len(x), device=device))
 
-    padded(Counter(device), make, replays=range(3, 6))
+    padded(Counter(device), make, calls=7)  # of which two sizes are tried

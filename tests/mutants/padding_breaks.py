@@ -152,7 +152,7 @@ PADDING_MUTANTS = {
         Workspace, "release", lambda original: lambda space, i: original(space, i + 1)
     ),
     "checks compare nothing": replaced(checks, "difference", always("")),
-    "one size is tried": replaced(torch_bcg.rows.math, "gcd", always(1)),
+    "one size is tried": replaced(torch_bcg.rows, "gcd", always(1)),
     "trials compare nothing": replaced(trial, "difference", always("")),
     "verify does nothing": replaced(
         calls, "verified", lambda original: lambda again, step, tolerance: step
