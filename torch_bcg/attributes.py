@@ -9,11 +9,14 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from torch_bcg.frame import watched_tensors
 from torch_bcg.metadata.schema import contents_of, outline_of
 from torch_bcg.sources import Premises, value_in
 
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _NOTHING = object()
 _LAST_LINK = re.compile(r"(.*)(?:\.(\w+)|\[(?:'([^']*)'|(\d+))\])")
 
@@ -28,15 +31,17 @@ class Watched:
 
     Args:
         module: whose method was compiled; None: a function was, of which nothing is known.
-        tensors: the static ones of a program, by name.
+        tensors: the static ones of a program, by name; their sizes and strides have to stay too.
         premises: of its graph.
+        kinds: of those tensors, sizes, strides and dtype in the program.
     """
 
     def __init__(
         self,
         module: weakref.ref[nn.Module] | None,
-        tensors: Mapping[str, object],
+        tensors: Mapping[str, Tensor],
         premises: Premises,
+        kinds: Mapping[str, Kind],
     ) -> None:
         places: dict[tuple[int, object], tuple[dict[Any, Any], object]] = {}
         lists: dict[int, list[Any]] = {}
@@ -59,7 +64,10 @@ class Watched:
         self._sizes = [*map(len, self._growing)]
         self._sets = [(one, outline_of(one)) for one in sets.values()]
         self._lists, self._contents = [*lists.values()], [*map(tuple, lists.values())]
-        self._other = "" if module is None else _differing(root, tensors, premises)
+        self._differing = watched_tensors(tensors)
+        self._other = _changed_already(tensors, kinds)
+        if module is not None and not self._other:
+            self._other = _differing(root, tensors, premises)
 
     def unchanged(self) -> bool:
         """Whether they are, and were when the graph was made."""
@@ -67,6 +75,7 @@ class Watched:
         pairs = zip(self._lists, self._contents, strict=True)
         return (
             not self._other
+            and not self._differing()
             and all(map(operator.is_, now, self._values))
             and [*map(len, self._growing)] == self._sizes
             and all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
@@ -77,10 +86,21 @@ class Watched:
         """What is not, "" if all are."""
         places = zip(self._dicts, self._keys, self._values, strict=True)
         others = (str(key) for d, key, x in places if d.get(key, _NOTHING) is not x)
-        return self._other or next(others, "" if self.unchanged() else "a container")
+        found = self._other or self._differing() or next(others, "")
+        return found or ("" if self.unchanged() else "a container")
 
 
-def _differing(root: object, tensors: Mapping[str, object], premises: Premises) -> str:
+def _changed_already(tensors: Mapping[str, Tensor], kinds: Mapping[str, Kind]) -> str:
+    """A tensor that is not as a program has it, wherever it lies; "" if all are."""
+    for name, x in tensors.items():
+        if name in kinds and (x.shape, x.stride(), x.dtype) != kinds[name]:
+            return name
+        if x.requires_grad and torch.is_grad_enabled():
+            return f"requires_grad of {name}"
+    return ""
+
+
+def _differing(root: object, tensors: Mapping[str, Tensor], premises: Premises) -> str:
     """What is not as it was when the graph was made, "" if all is."""
     if root is None:
         return "the module"

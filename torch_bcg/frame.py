@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._C._dynamo import guards
 
 from torch_bcg.graph.geometry import has_static_address
@@ -38,6 +38,36 @@ def watched_settings() -> Callable[[], str]:
         return lambda: "this torch does not say"
     then = guard()
     return lambda: "" if then.check() else then.reason().strip()
+
+
+def watched_tensors(tensors: Mapping[str, Tensor]) -> Callable[[], str]:
+    """A function that names a tensor that Dynamo would take for another one by now, "" if none.
+
+    It compares, in C++, what Dynamo guards a tensor with: type, dtype, device, sizes, strides and
+    whether it requires a gradient; not where it lies.
+    """
+    guard = getattr(guards, "TensorGuards", None)
+    if guard is None:
+        return lambda: "this torch does not say"
+    every, names = (*tensors.values(),), [*tensors]
+    kind: dict[str, list[list[int]]] = {
+        "dynamic_dims_sizes": [[*x.shape] for x in every],
+        "dynamic_dims_strides": [[*x.stride()] for x in every],
+    }
+
+    def made(inference: bool) -> Any:
+        with torch.inference_mode(inference):
+            return guard(*every, **kind)
+
+    by_mode = made(False), made(True)  # dispatch keys are compared as well, of each mode its own
+
+    def differing() -> str:
+        found = by_mode[torch.is_inference_mode_enabled()]
+        if not every or found.check(*every):
+            return ""
+        return str(found.check_verbose(*every, tensor_check_names=names))
+
+    return differing
 
 
 def type_of_self() -> type | None:

@@ -15,6 +15,7 @@ from torch_bcg.compiled import CompiledGraph
 from torch_bcg.direct import Arguments, misfit
 from torch_bcg.errors import BCGError, MisfitError
 from torch_bcg.graph.ir import Plan
+from torch_bcg.graph.sizes import symbols_of
 from torch_bcg.metadata import refresh
 from torch_bcg.metadata.bound import bind_as_it_is
 from torch_bcg.metadata.schema import at, copied, layout_of, put
@@ -80,11 +81,12 @@ class ProgramHandle:
     def __call__(self, *args: Any, metadata: object = None) -> tuple[Any, ...]:
         """Replays with these `arguments`, in order; returns the graph's outputs.
 
-        With ``check="address"`` all static tensors have to be in place, and the compiled module has
-        to have them, and whatever else its graph was made for, where it had them; else only the
-        address of the first tensor is looked at. Not compared are hooks, code, attributes of a
-        class or of an object with slots, globals, and what a function reads that is no method of a
-        module. What the compiled function does to Python objects after its graph is not done.
+        With ``check="address"`` all static tensors have to be in place and strided as they were,
+        and the compiled module has to have them, and whatever else its graph was made for, where it
+        had them; else only the address of the first tensor is looked at. Not compared are hooks,
+        code, attributes of a class or of an object with slots, globals, and what a function reads
+        that is no method of a module. What the compiled function does to Python objects after its
+        graph is not done.
 
         Args:
             args: tensors and numbers.
@@ -119,7 +121,7 @@ class ProgramHandle:
         changed = graph.changed_settings()
         if changed:
             raise misfit("settings of torch", "those when it was compiled", changed)
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in full):
+        if torch.is_grad_enabled() and self._arguments.require_gradients():
             raise misfit("gradients", "none that are needed", "an argument that requires them")
         if not graph.is_current(program) or not graph.fits(program.statics, full):
             raise self._moved()
@@ -197,10 +199,18 @@ class ProgramHandle:
     @functools.cached_property
     def _watched(self) -> Watched:
         """What of the module the program depends on."""
-        graph = self._graph
-        module = self._module if "address" in graph.options.check else None
-        static = dict(zip(self._program.statics.names, self._static, strict=True))
-        return Watched(module, static, graph.premises)
+        graph, program = self._graph, self._program
+        if "address" not in graph.options.check:
+            return Watched(None, {}, graph.premises, {})
+        named = zip(program.statics.names, self._static, strict=True)
+        static = {name: x for name, x in named if x is not None}
+        geometries = program.at(program.key).geometries
+        kinds = {
+            v.name: (*geometries[v.name][:2], getattr(torch, v.spec.dtype))
+            for v in self.plan.values
+            if v.name in static and v.spec is not None and not symbols_of(v.spec)
+        }
+        return Watched(self._module, static, graph.premises, kinds)
 
     def _late(self, args: Sequence[Any]) -> bool:
         """Whether the call is the program's; asked once the opening runs."""

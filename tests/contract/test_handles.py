@@ -91,6 +91,27 @@ def set_data(model):
     model.second.weight.data = torch.randn_like(model.second.weight)
 
 
+def set_strides(model):
+    """At the address it had, of the sizes it had."""
+    model.second.weight.data = model.second.weight.data.t()
+
+
+def transpose_in_place(model):
+    model.second.weight.t_()
+
+
+def set_sizes(model):
+    model.scale.data = model.scale.data[:1]
+
+
+def set_dtype(model):
+    model.scale.data = model.scale.data.view(torch.int32)
+
+
+def ask_for_gradients(model):
+    model.second.weight.requires_grad_(not model.second.weight.requires_grad)
+
+
 def set_number(model):
     model.shift = 1.5
 
@@ -101,7 +122,8 @@ def set_truth(model):
 
 CHANGES = (
     set_number, set_truth, set_weight, set_weight_of_the_first_segment, set_weight_behind_the_module, set_buffer,
-    set_module, set_tied_module, assign_state, set_data,
+    set_module, set_tied_module, assign_state, set_data, set_strides, transpose_in_place, set_sizes,
+    ask_for_gradients,
 )  # fmt: skip
 
 
@@ -177,6 +199,16 @@ def test_a_handle_taken_after_a_change(called, device):
     (program,) = torch_bcg.programs(compiled)
     with torch.no_grad(), pytest.raises(MisfitError, match="weight"):
         program(rows(device))
+
+
+@pytest.mark.parametrize("change", [set_strides, set_sizes, set_data, set_dtype])
+def test_tensors_that_are_other_ones_before_a_handle_is_called(called, device, change):
+    model, compiled, _ = called
+    (program,) = torch_bcg.programs(compiled)
+    change(model)
+    for _ in range(3):
+        with torch.no_grad(), pytest.raises(MisfitError, match=r"weight|scale|moved or gone"):
+            program(rows(device))
 
 
 class Varied(nn.Module):
@@ -506,9 +538,11 @@ def test_gradients_that_are_needed(device):
     assert_same(program(x), (Model.forward(model, x),))
     with pytest.raises(MisfitError, match="gradients"):
         program(x.requires_grad_())
+    (late,) = torch_bcg.programs(compiled)
     model.requires_grad_()
-    with pytest.raises(MisfitError, match="gradients"):
-        program(rows(device))
+    for one in (program, late):
+        with pytest.raises(MisfitError, match="requires_grad"):
+            one(rows(device))
 
 
 def test_a_mark_made_since(called, device):

@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+import torch_bcg.attributes
 import torch_bcg.compiled
 import torch_bcg.dynamo
 import torch_bcg.marking
@@ -238,6 +239,7 @@ MUTANTS = {
     "in use after an exception": replaced(Pool, "in_use", never_left),
     "later marks unseen": replaced(torch_bcg.marking, "generation", always(0)),
     "a handle's module unseen": replaced(Watched, "unchanged", always(True)),
+    "a handle's strides unseen": replaced(torch_bcg.attributes, "watched_tensors", always(str)),
     "a handle's settings unseen": replaced(torch_bcg.compiled, "watched_settings", always(str)),
     "a handle's metadata not compared": replaced(reading, "outline_of", forgiving),
     "gradients ignored": replaced(torch_bcg.dynamo, "needs_gradients", always(False)),

@@ -207,6 +207,16 @@ def handle_after_a_replaced_weight(device):
     assert old is not model.weight
 
 
+def handle_after_a_transpose(device):
+    model = nn.Linear(6, 6, device=device)
+    program = handle_of(model, device)
+    with torch.no_grad():
+        program(rows(device))
+        model.weight.data = model.weight.data.t()
+        with pytest.raises(MisfitError, match="weight"):
+            program(rows(device))
+
+
 def handle_under_other_settings(device):
     program = handle_of(nn.Linear(6, 6, device=device), device)
     other = torch.autocast(device, dtype=torch.bfloat16)

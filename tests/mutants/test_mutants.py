@@ -49,6 +49,7 @@ KILLERS = {
     "in use after an exception": [on_memory.exception_after_a_write],
     "later marks unseen": [on_calls.later_mark],
     "a handle's module unseen": [on_calls.handle_after_a_replaced_weight],
+    "a handle's strides unseen": [on_calls.handle_after_a_transpose],
     "a handle's settings unseen": [on_calls.handle_under_other_settings],
     "a handle's metadata not compared": [on_calls.handle_of_other_numbers],
     "gradients ignored": [on_calls.gradients],
