@@ -31,9 +31,9 @@ DEMO = ["transformers>=5.17", "numpy", "rich>=13"]
 # pytest 9: `faulthandler_exit_on_timeout` and `strict` options used in pyproject.toml.
 # expecttest keeps the text of explain() and of the dumps in the tests; hypothesis draws the random
 # graphs that partition and plan are tried with; triton's interpreter runs the kernels of dsv4
-# without a GPU (torch for a GPU brings its own).
+# without a GPU (torch for a GPU brings its own); pytest-xdist runs several tests at a time (`-n`).
 TRITON = "triton>=3.6; platform_system == 'Linux'"
-TEST = [*DEMO, "pytest>=9", "expecttest>=0.3", "hypothesis>=6.100", TRITON]
+TEST = [*DEMO, "pytest>=9", "pytest-xdist>=3.8", "expecttest>=0.3", "hypothesis>=6.100", TRITON]
 BENCH = ["matplotlib>=3.8"]  # plots made from the JSON results
 DEV = ["ruff>=0.15", "mypy>=1.18"]
 

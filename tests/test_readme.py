@@ -167,10 +167,10 @@ def test_the_commands_are_those_of_ci():
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     (commands,) = (b for b in blocks("") if b.startswith("pip install"))
     assert "pip install '.[demo]' && python -m torch_bcg " in commands
-    assert "pip install '.[test]' && pytest " in commands
+    assert "pip install '.[test]' && pytest -n 2 " in commands
     assert "pytest --require-cuda " in commands
     assert "'.[test]'" in ci
-    assert "step pytest" in ci
+    assert "step pytest -n 2 " in ci
 
 
 def test_length():
