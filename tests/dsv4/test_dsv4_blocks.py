@@ -86,6 +86,13 @@ def test_more_experts_than_16_bits_can_number():
         DSV4Config.tiny(num_experts=1 << 15)
 
 
+@pytest.mark.parametrize("name", ["context", "requests", "pages", "page_size", "index_topk"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_layouts_of_nothing(name, value):
+    with pytest.raises(ValueError, match=f"Layout: {name} is {value}; expected 1 or more"):
+        Layout(**{"context": 256, "requests": 2, "pages": 2, name: value})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"window": 0}, {"window": -1}, {"c4_ratio": 0}, {"c4_ratio": 32_769}, {"c128_ratio": 65_537}],

@@ -34,8 +34,8 @@ class Layout:
             running softmax on the host. Metadata alone goes by it: no pool or kernel does.
 
     Raises:
-        ValueError: the page size or the context is no such multiple, or a window or ratio is one
-            that there cannot be, see `check_windows`.
+        ValueError: the page size or the context is no such multiple, a number is less than 1, or a
+            window or ratio is one that there cannot be, see `check_windows`.
     """
 
     context: int
@@ -50,6 +50,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_windows("Layout", self.window, self.c4_ratio, self.c128_ratio)
+        for name in ("context", "requests", "pages", "page_size", "index_topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Layout: {name} is {getattr(self, name)}; expected 1 or more.")
         unit = page_unit(self.c4_ratio, self.c128_ratio)
         if self.page_size % unit or self.context % self.page_size:
             raise ValueError(
