@@ -64,7 +64,7 @@ class Watched:
         self._sizes = [*map(len, self._growing)]
         self._sets = [(one, outline_of(one)) for one in sets.values()]
         self._lists, self._contents = [*lists.values()], [*map(tuple, lists.values())]
-        self._differing = watched_tensors(tensors)
+        self._other_tensor = watched_tensors(tensors)
         self._other = _changed_already(tensors, kinds)
         if module is not None and not self._other:
             self._other = _differing(root, tensors, premises)
@@ -75,7 +75,7 @@ class Watched:
         pairs = zip(self._lists, self._contents, strict=True)
         return (
             not self._other
-            and not self._differing()
+            and not self._other_tensor()
             and all(map(operator.is_, now, self._values))
             and [*map(len, self._growing)] == self._sizes
             and all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
@@ -86,7 +86,7 @@ class Watched:
         """What is not, "" if all are."""
         places = zip(self._dicts, self._keys, self._values, strict=True)
         others = (str(key) for d, key, x in places if d.get(key, _NOTHING) is not x)
-        found = self._other or self._differing() or next(others, "")
+        found = self._other or self._other_tensor() or next(others, "")
         return found or ("" if self.unchanged() else "a container")
 
 

@@ -127,9 +127,9 @@ class Arguments:
             for symbol, (place, dim) in self._symbols.items()
         }
 
-    def require_gradients(self) -> bool:
-        """Whether any that a call brings does."""
-        return any(self._full[place].requires_grad for place, *_ in self._tensors)
+    def brought(self) -> list[Any]:
+        """Those that a call brings itself, what is given and fields of what is bound."""
+        return [self._full[place] for place in self._brought]
 
     def check(self, key: Sequence[int], geometries: Mapping[str, Geometry]) -> None:
         """Compares what a call of this key brings with what the program was recorded for.

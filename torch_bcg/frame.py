@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -46,26 +47,28 @@ def watched_tensors(tensors: Mapping[str, Tensor]) -> Callable[[], str]:
     It compares, in C++, what Dynamo guards a tensor with: type, dtype, device, sizes, strides and
     whether it requires a gradient; not where it lies.
     """
-    guard = getattr(guards, "TensorGuards", None)
-    if guard is None:
+    if not tensors:
+        return str
+    kind = getattr(guards, "TensorGuards", None)
+    if kind is None:
         return lambda: "this torch does not say"
     every, names = (*tensors.values(),), [*tensors]
-    kind: dict[str, list[list[int]]] = {
-        "dynamic_dims_sizes": [[*x.shape] for x in every],
-        "dynamic_dims_strides": [[*x.stride()] for x in every],
-    }
-
-    def made(inference: bool) -> Any:
-        with torch.inference_mode(inference):
-            return guard(*every, **kind)
-
-    by_mode = made(False), made(True)  # dispatch keys are compared as well, of each mode its own
+    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    # Dispatch keys are compared as well: those that a mode, of inference or of dispatch, adds to
+    # every tensor would say what is on now and not what a tensor is.
+    alone = functools.partial(torch._C._ForceDispatchKeyGuard, nothing, nothing)
+    with alone():
+        guard = kind(
+            *every,
+            dynamic_dims_sizes=[[*x.shape] for x in every],
+            dynamic_dims_strides=[[*x.stride()] for x in every],
+        )
 
     def differing() -> str:
-        found = by_mode[torch.is_inference_mode_enabled()]
-        if not every or found.check(*every):
-            return ""
-        return str(found.check_verbose(*every, tensor_check_names=names))
+        with alone():
+            if guard.check(*every):
+                return ""
+            return str(guard.check_verbose(*every, tensor_check_names=names))
 
     return differing
 

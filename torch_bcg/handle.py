@@ -83,10 +83,10 @@ class ProgramHandle:
 
         With ``check="address"`` all static tensors have to be in place and strided as they were,
         and the compiled module has to have them, and whatever else its graph was made for, where it
-        had them; else only the address of the first tensor is looked at. Not compared are hooks,
-        code, attributes of a class or of an object with slots, globals, and what a function reads
-        that is no method of a module. What the compiled function does to Python objects after its
-        graph is not done.
+        had them; else only the address of the first tensor is looked at. With gradients enabled,
+        none may be required. Not compared are hooks, code, attributes of a class or of an object
+        with slots, globals, and what a function reads that is no method of a module. What the
+        compiled function does to Python objects after its graph is not done.
 
         Args:
             args: tensors and numbers.
@@ -121,7 +121,9 @@ class ProgramHandle:
         changed = graph.changed_settings()
         if changed:
             raise misfit("settings of torch", "those when it was compiled", changed)
-        if torch.is_grad_enabled() and self._arguments.require_gradients():
+        # Of weights it is found out later, with all else of them, or here, if nothing else is.
+        asked = self._arguments.brought() if self._compares else full
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in asked):
             raise misfit("gradients", "none that are needed", "an argument that requires them")
         if not graph.is_current(program) or not graph.fits(program.statics, full):
             raise self._moved()
@@ -196,11 +198,16 @@ class ProgramHandle:
         numbers = graph.number_expressions()
         return Arguments(self.plan, program.key, program.statics, self._static, bound, numbers)
 
+    @property
+    def _compares(self) -> bool:
+        """Whether static tensors and the module are compared at each call."""
+        return "address" in self._graph.options.check
+
     @functools.cached_property
     def _watched(self) -> Watched:
         """What of the module the program depends on."""
         graph, program = self._graph, self._program
-        if "address" not in graph.options.check:
+        if not self._compares:
             return Watched(None, {}, graph.premises, {})
         named = zip(program.statics.names, self._static, strict=True)
         static = {name: x for name, x in named if x is not None}

@@ -12,10 +12,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_bcg
 import torch_bcg.compiled
-from torch_bcg import sources
+from torch_bcg import frame, sources
 from torch_bcg.errors import BCGWarning, BindingError, MisfitError
 from twin import assert_same, counted, plus_one
 
@@ -521,16 +523,29 @@ def test_settings_of_torch(called, device, other, name):
                 assert_same(program(x)[0], Model.forward(model, x))
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mode_of_dispatch_that_is_over_or_new(called, device, first):
+    """What of a tensor is noted at the first call is of the tensor, not of who looks on."""
+    model, _, program = called
+    with torch.no_grad():
+        for on in (first, not first, first):
+            x = rows(device)
+            with FlopCounterMode(display=False) if on else contextlib.nullcontext():
+                y = program(x)[0]
+            assert_same(y, Model.forward(model, x))
+
+
 def test_another_mode_of_autograd(called, device):
     _, _, program = called
     with pytest.raises(MisfitError, match="grad_mode"):
         program(rows(device))
 
 
-def test_gradients_that_are_needed(device):
+@pytest.mark.parametrize("check", ["address", "off"])
+def test_gradients_that_are_needed(device, check):
     """A replay would give results without."""
     model = Model(device).requires_grad_(False)
-    compiled = torch.compile(model, backend="bcg")
+    compiled = torch.compile(model, backend="bcg", options={"check": check})
     for _ in range(3):
         compiled(rows(device))
     (program,) = torch_bcg.programs(compiled)
@@ -541,8 +556,36 @@ def test_gradients_that_are_needed(device):
     (late,) = torch_bcg.programs(compiled)
     model.requires_grad_()
     for one in (program, late):
-        with pytest.raises(MisfitError, match="requires_grad"):
+        with pytest.raises(MisfitError, match="gradients" if check == "off" else "requires_grad"):
             one(rows(device))
+
+
+def test_gradients_that_an_argument_of_a_subclass_needs(device):
+    compiled = torch.compile(lambda x: plus_one(x) * 2, backend="bcg")
+
+    def pair(**kind):
+        return TwoTensor(rows(device).requires_grad_(**kind), rows(device).requires_grad_(**kind))
+
+    for _ in range(3):
+        compiled(pair(requires_grad=False))
+    for program in torch_bcg.programs(compiled):
+        with pytest.raises(MisfitError, match="gradients"):
+            program(pair(requires_grad=True))
+
+
+def test_a_torch_that_does_not_compare_tensors(device, monkeypatch):
+    monkeypatch.delattr(frame.guards, "TensorGuards")
+    with_weights, without = (
+        torch.compile(model, backend="bcg") for model in (Model(device), Weightless())
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            with_weights(rows(device)), without(rows(device))
+        (program,), (other,) = torch_bcg.programs(with_weights), torch_bcg.programs(without)
+        with pytest.raises(MisfitError, match="this torch does not say"):
+            program(rows(device))
+        x = rows(device)
+        assert_same(other(x), (Weightless()(x),))
 
 
 def test_a_mark_made_since(called, device):
