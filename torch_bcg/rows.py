@@ -13,7 +13,7 @@ from torch_bcg.frame import argument_names, names_in_scope, static_arguments
 from torch_bcg.graph.buckets import LADDER, RowDim, SizeGuards, find, row_dim
 from torch_bcg.graph.facts import fake_arguments
 from torch_bcg.graph.ir import Plan, Reason
-from torch_bcg.graph.known import LOOKED_UP, Facts
+from torch_bcg.graph.known import OF_SIZE, Facts
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.padding import Request, fills_of, with_padding
 from torch_bcg.metadata.instances import Instance
@@ -73,7 +73,7 @@ class Rows:
         self.symbols: tuple[str, ...] = ()
         self.place = -1
         self.untried: tuple[Reason, ...] = ()
-        self.looks_up = False
+        self.each = self.of_size = False
         self.reset()
 
     def tie(self, placeholders: Sequence[str], example_inputs: Sequence[object]) -> None:
@@ -111,7 +111,7 @@ class Rows:
         self.inside: set[int] = set()  # padded sizes at which no index leaves its table
         self.outside: set[int] = set()
         self.found: dict[Key, Key | str] = {}
-        self.shown: dict[int, int] = {}  # rows of calls that were tried, and of their padding
+        self.shown: dict[Key, int] = {}  # calls that were tried, and the rows they were padded by
 
     def choose(self, sizes: Mapping[str, tuple[str, ...]]) -> str:
         """The symbol of rows, for `graph.facts`; "" if there is none."""
@@ -146,7 +146,8 @@ class Rows:
         tried = plan.padding.tried if padded and plan.padding else ()
         self.untried = tuple(r for r in tried if r not in self.agreed)
         self.shown.clear()
-        self.looks_up = any(r.kind == LOOKED_UP for r in tried)
+        self.of_size = any(r.kind in OF_SIZE for r in tried)
+        self.each = plan.padding is not None and plan.padding.each
         return plan
 
     @property
@@ -209,16 +210,17 @@ class Rows:
         """Whether a trial has to come before this call is padded."""
         if key == target:
             return False
-        if self.untried and key[self.place] not in self.shown:
+        if self.untried and key not in self.shown:
             return True
-        return self.looks_up and target[self.place] not in self.inside
+        return self.of_size and target[self.place] not in self.inside
 
     def tried(self, key: Key, target: Key, refused: Reason | None) -> None:
         """What a trial found; the graph is planned again if it refuses for every size.
 
         An operator that works on rows in groups joins no row of a call with a padded one if both
         are whole groups. So other sizes are tried as well, until no size of a group divides the
-        rows of all calls that were tried, or all that they were padded by.
+        rows of all calls that were tried, or all that they were padded by; or each, where a trial
+        tells of its own number of rows alone.
         """
         size, whole = key[self.place], target[self.place]
         if refused is not None and refused.kind == OUTSIDE:
@@ -227,8 +229,10 @@ class Rows:
             return
         self.inside.add(whole)
         self.refused = refused
-        self.shown[size] = whole - size
-        if refused is not None or gcd(*self.shown) == gcd(*self.shown.values()) == 1:
+        self.shown[key] = whole - size
+        rows = (shown[self.place] for shown in self.shown)
+        apart = not self.each and gcd(*rows) == gcd(*self.shown.values()) == 1
+        if refused is not None or apart:
             self.agreed, self.untried = (*self.agreed, *self.untried), ()
 
     def limit(self) -> int:

@@ -900,6 +900,157 @@ def test_padded_rows_do_not_index_outside_a_table(device, name):
     assert name == "before" or 32 not in sizes
 
 
+def ends_before(x):
+    b = torch.zeros_like(x)
+    b[:-1] = x[1:] * 2 + 1
+    return b[:3] * 1
+
+
+def half(x):
+    b = torch.zeros_like(x)
+    b[: x.shape[0] // 2] = 1
+    return b[2] * 1
+
+
+def counted_positions(x):
+    n, m = x.shape[:2]
+    return (torch.arange(n * m, device=x.device).view(n, m) < 10).float()[..., None] * x
+
+
+# Places counted from the first row: with 13 rows in front of all that padding moves, with 3 not.
+PLACES = {
+    "a write that ends before the last row": (ends_before, 0),
+    "a write of half the rows": (half, 0),
+    "rows of two merged": (lambda x: (x * 2).flatten(0, 1)[:5] * 1, 1),
+    "a row of two merged": (lambda x: (x * 2).flatten(0, 1)[4] * 1, 1),
+    "rows repeated": (lambda x: (x * 2).repeat(2, 1)[:5] * 1, 0),
+    "columns after rows": (lambda x: (x * 2).t().reshape(-1)[:7] * 1, 0),
+    "positions counted through": (counted_positions, 1),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_what_a_trial_shows_of_many_rows_it_does_not_show_of_few(device, name):
+    fn, dim = PLACES[name]
+    compiled = torch.compile(
+        fn, backend="bcg", dynamic=True, options={"buckets": LADDER, "bucket_dim": ("x", dim)}
+    )
+    with torch.no_grad():
+        for n in (13, 13, 7, 11, 5, 5, 5, 13):
+            x = torch.randn(*(2,) * dim, n, 3, device=device)
+            assert_same(compiled(x), fn(x))
+
+
+AT = {
+    "index": lambda x, i: x.flatten(0, 1)[i],
+    "index_select": lambda x, i: x.flatten(0, 1).index_select(0, i),
+    "gather": lambda x, i: x.flatten(0, 1).gather(0, i[:, None]),
+    "take": lambda x, i: x.take(i),
+    "embedding": lambda x, i: F.embedding(i, x.flatten(0, 1)),
+    "index_put": lambda x, i: x.flatten(0, 1).index_put((i,), x.new_ones(())).view_as(x),
+    "index_fill": lambda x, i: x.flatten(0, 1).index_fill(0, i, 1.0).view_as(x),
+    "scatter": lambda x, i: x.flatten(0, 1).scatter(0, i[:, None], 1.0).view_as(x),
+}
+
+
+@pytest.mark.parametrize("name", AT)
+def test_given_places_in_merged_rows(device, name):
+    """They are those of the call, of which a trial shows nothing while they lie in front."""
+
+    def fn(x, i):
+        return AT[name](x * 2, i)
+
+    compiled = torch.compile(
+        fn, backend="bcg", dynamic=True, options={"buckets": LADDER, "bucket_dim": ("x", 1)}
+    )
+    with torch.no_grad():
+        for n, places in ((13, (1, 5)), (13, (0, 4)), (11, (1, 5)), (13, (12, 25)), (5, (2, 9))):
+            x, i = torch.randn(2, n, 3, device=device), torch.tensor(places, device=device)
+            assert_same(compiled(x, i), fn(x, i))
+    assert "rows counted through" in verdicts(compiled)
+
+
+def test_places_that_are_found_in_merged_rows(device):
+    """Those of the padded run are in its own order."""
+
+    def fn(x):
+        flat = (x * 2).flatten(0, 1)
+        return flat[flat[:, 0].sigmoid().add(1).log().argsort(stable=True).argsort()].view_as(x)
+
+    compiled = torch.compile(
+        fn, backend="bcg", dynamic=True,
+        options={"buckets": LADDER, "bucket_dim": ("x", 1), "rows": "independent"},
+    )  # fmt: skip
+    with torch.no_grad():
+        for n in (13, 7, 5, 3, 13):
+            x = torch.randn(2, n, 3, device=device)
+            assert_same(compiled(x), fn(x))
+
+
+@torch_bcg.eager_on_graph(fake=lambda x: torch.empty_like(x[:, 0], dtype=torch.int64))
+def one_to_four(x: Tensor) -> Tensor:
+    """Which is never 0, but for padded rows."""
+    return torch.arange(x.shape[0], device=x.device) % 4 + 1
+
+
+# Right for rows of a call, whose ``i`` is 1 to 4; padded rows hold 0.
+DOMAINS = {
+    "gather": lambda x, i: x.gather(1, (i - 1)[:, None]),
+    "scatter": lambda x, i: (x * 2).scatter(1, (i - 1)[:, None], 7.0),
+    "index_put": lambda x, i: (x.t() * 2).index_put((i - 5,), x.new_ones(())),
+    "one_hot": lambda x, i: F.one_hot(i - 1, 4) + x,
+    "floor_divide": lambda x, i: 8 // i,
+    "remainder": lambda x, i: torch.arange(x.shape[0], device=x.device) % i,
+    "div": lambda x, i: torch.div(i * 3, i, rounding_mode="trunc"),
+    "of a marked function": lambda x, i: 8 // one_to_four(x),
+    "place of a marked function": lambda x, i: x.gather(1, (one_to_four(x) - 1)[:, None]),
+    "gather of positions": lambda x, i: x[:, 0] + _table(x).gather(0, _places(x)),
+    "take of positions": lambda x, i: x[:, 0] + _table(x).take(_places(x)),
+}
+
+
+def _table(x):
+    return torch.linspace(0, 1, 13, device=x.device)
+
+
+def _places(x):
+    return torch.arange(x.shape[0], device=x.device)
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_padded_rows_do_not_leave_the_domain_of_an_operator(device, name):
+    fn = DOMAINS[name]
+    compiled = torch.compile(fn, backend="bcg", dynamic=True, options={"buckets": LADDER})
+    with torch.no_grad():
+        for n in (5, 5, 7, 7, 3, 13, 13, 13):
+            x, i = torch.randn(n, 4, device=device), torch.randint(1, 5, (n,), device=device)
+            assert_same(compiled(x, i), fn(x, i))
+
+
+@pytest.mark.parametrize("choose", ["topk", "argsort", "argmax", "looked up"])
+def test_places_that_are_chosen_are_inside(device, choose):
+    """Nothing has to be tried: what a router chooses is a place of what it chose from."""
+    features, table = (torch.randn(31, 4, device=device), torch.arange(31, device=device) % 4)
+    chosen = {
+        "topk": lambda x, i: x.topk(2).indices,
+        "argsort": lambda x, i: x.argsort(1),
+        "argmax": lambda x, i: x.argmax(1, keepdim=True),
+        "looked up": lambda x, i: table[i][:, None],
+    }[choose]
+
+    def fn(i):
+        x = plus_one(F.embedding(i, features))
+        return x.gather(1, chosen(x, i)) * 2
+
+    def make(i):
+        ids = torch.randint(0, 31, (SIZES[i % len(SIZES)],), device=device)
+        torch._dynamo.mark_dynamic(ids, 0)
+        return (ids,)
+
+    compiled = padded(fn, make, {"buckets": LADDER, "max_padding": 8.0})
+    assert [p.padding.tried for p in torch_bcg.explain(compiled).plans] == [()]
+
+
 # what the first call hides
 
 

@@ -16,6 +16,8 @@ Kind = Literal["input", "constant", "number", "view", "mode", "alloc", "kernel",
 # Kinds of `Mixing` that others ask for.
 WRITTEN = "padded rows are written"
 LOOKED_UP = "padded rows as an index"
+DIVIDED_BY = "padded rows as a divisor"
+OF_SIZE = (LOOKED_UP, DIVIDED_BY)  # what one padded size does and another may not
 TOP_K = "top-k over tokens"
 
 
@@ -29,6 +31,9 @@ class Mixing:
         decided: whether it does so for certain; if not, only a trial can tell.
         storage: the memory written, for "padded rows are written"; else -1.
         index: the placeholder whose values say where that write goes, if it is one; else "".
+        each: a trial tells of its own number of rows alone. Where the order of rows is lost, a
+            place counted from the first may lie in front of all that padding moves, and behind it
+            when there are fewer rows.
     """
 
     kind: str
@@ -36,6 +41,7 @@ class Mixing:
     decided: bool
     storage: int = -1
     index: str = ""
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def with_padding(plan: Plan, facts: Facts, lowering: Lowering, request: Request)
         () if found else padder.tried(),
         request.fills,
         () if found else padder.reserved(),
+        not found and padder.each(),
     )
     plan = dataclasses.replace(plan, padding=padding)
     return plan if found else padder.with_fronts(plan)
@@ -171,10 +172,17 @@ class _Padder:
             for name, m in self.mixing()
             if not (m.kind == WRITTEN and m.index in self.declared)
         }
-        doubtful = (n for n in self.seen_by_others() if any(t.uncut for t in self.tensors(n)))
-        for name in () if found else doubtful:
+        for name in () if found else self.rearranged():
             found["", name] = self.reason("rows rearranged", name, self.tensors(name)[0].uncut)
         return tuple(found.values())
+
+    def each(self) -> bool:
+        """Whether a trial tells of its own number of rows alone."""
+        return any(m.each for _, m in self.mixing()) or any(self.rearranged())
+
+    def rearranged(self) -> Iterator[str]:
+        """Values seen by others of which facts do not know where the rows are."""
+        return (n for n in self.seen_by_others() if any(t.uncut for t in self.tensors(n)))
 
     def reserved(self) -> tuple[tuple[int, int], ...]:
         """(storage, row) of memory that padded rows may be written to."""

@@ -200,6 +200,8 @@ class Padding:
         tried: what facts cannot tell or the author vouches for: padded if one trial agrees.
         fills: (argument, number) of padded rows that are not zero.
         reserved: (storage, row) of memory that padded rows are written to, as was declared.
+        each: every number of rows is tried, see `Mixing.each`; else until no group of rows could be
+            whole in all calls tried.
     """
 
     symbol: str = ""
@@ -210,6 +212,7 @@ class Padding:
     tried: tuple[Reason, ...] = ()
     fills: tuple[tuple[str, float], ...] = ()
     reserved: tuple[tuple[int, int], ...] = ()
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True)

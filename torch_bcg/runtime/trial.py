@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from torch_bcg.graph import modes
 from torch_bcg.graph.ir import EagerSegment, Plan, Reason
-from torch_bcg.graph.known import LOOKED_UP, Facts, TensorFact
+from torch_bcg.graph.known import OF_SIZE, Facts, TensorFact
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.padding import row_dims
 from torch_bcg.graph.sizes import Geometry, at_sizes
@@ -110,7 +110,7 @@ class Trial:
         assert padding is not None
         self.fills = dict(padding.fills)
         vouched = any(r.kind in VOUCHED for r in padding.tried)
-        doubtful = any(r.kind != LOOKED_UP for r in padding.tried) and not again
+        doubtful = any(r.kind not in OF_SIZE for r in padding.tried) and not again
         self.changes = (BEHIND_MOST, BEHIND_LEAST) if doubtful else ()
         # Another size of a graph that was tried: only what a replay has can be news.
         self.fillings = FILLINGS[:1] if again else FILLINGS[:-1] if vouched else FILLINGS

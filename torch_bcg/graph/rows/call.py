@@ -8,10 +8,14 @@ from typing import Any, Protocol
 
 import torch
 
+from torch_bcg.graph.geometry import plain
 from torch_bcg.graph.known import LOOKED_UP
 from torch_bcg.graph.rows.states import ODD, State, States, Symbol, joined
 
-POSITIONS = "arange()"  # in place of a placeholder's name: every value is its own position
+# In place of a placeholder's name:
+POSITIONS = "arange()"  # every value is its own position
+CHOSEN = "chosen of "  # and a size: every value is a position in a dim of it
+LOOKED_AT = "of a table"  # every value is one of a table's, at positions that have a name
 
 
 class Known(Protocol):
@@ -23,7 +27,7 @@ class Known(Protocol):
         """States of a tensor, dim by dim."""
 
     def name(self, x: object) -> str:
-        """The placeholder whose values these are, `POSITIONS`, or ""."""
+        """The placeholder whose values these are, or what else is known of them, or ""."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Found:
     decided: bool
     memory: torch.Tensor | None = None
     index: str = ""
+    each: bool = False
     result: torch.Tensor | None = None
 
 
@@ -78,29 +83,38 @@ class Call:
         """Whether a size or number depends on the number of rows."""
         return self.known.symbol.holds(value)
 
-    def mixes(self, kind: str, decided: bool = True) -> None:
+    def mixes(self, kind: str, decided: bool = True, each: bool = False) -> None:
         """Notes what the operator does to rows."""
         result = self.out[0] if self.out else None
-        self.found.append(Found(kind, self.operator, decided, result=result))
+        self.found.append(Found(kind, self.operator, decided, each=each, result=result))
 
-    def looks_up(self, index: Any) -> None:
-        """Notes that a table without rows is indexed with what padded rows hold.
+    def looks_up(self, index: Any, size: object = None) -> None:
+        """Notes that ``size`` positions without rows are indexed with what padded rows hold.
 
         Of an argument they hold zero, or what the author declares; anything else may lie outside.
         """
         name = self.known.name(index)
-        if self.known.symbol.held_by(index) and name in ("", POSITIONS):
+        others = name in ("", POSITIONS) or name.startswith(CHOSEN)
+        inside = name == f"{CHOSEN}{plain(size)}"
+        if self.known.symbol.held_by(index) and others and not inside:
             self.mixes(LOOKED_UP, decided=False)
 
     def undecided(self) -> None:
         """Notes that only a trial can tell; the operator's name is the kind."""
         self.mixes(self.name, decided=False)
 
+    def rearranged(self, kind: str = "") -> None:
+        """Notes that the order of rows is lost, of which a trial can tell for each number of them.
+
+        The kind is the operator's name if none is given.
+        """
+        self.mixes(kind or self.name, decided=False, each=True)
+
     def join(self, *states: State) -> State:
         """The state of what is computed position by position from several."""
         state, agree = joined(states)
         if not agree:
-            self.mixes("unlike rows", decided=False)
+            self.rearranged("unlike rows")
         return state
 
     def broadcast(self, several: Iterable[States], rank: int | None = None) -> States:

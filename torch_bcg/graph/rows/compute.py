@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from torch_bcg.graph.dispatch import tensors_of
+from torch_bcg.graph.known import DIVIDED_BY
 from torch_bcg.graph.rows.call import Call, dims_of
 from torch_bcg.graph.rows.states import (
     NO_ROWS,
@@ -23,6 +26,22 @@ def pointwise(call: Call) -> list[States]:
     tensors = tensors_of(list(call.arguments.values()))
     states = call.broadcast((call.states(x) for x in tensors), call.out[0].dim() if call.out else 0)
     return [states] * len(call.out)
+
+
+def _is_inexact(x: object) -> bool:
+    number = isinstance(x, (float, complex, torch.SymFloat))
+    return number or (isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()))
+
+
+def divide(call: Call) -> list[States]:
+    """Whole numbers by whole numbers: rows that hold zero, as padded ones may, end it on a CPU."""
+    by = call["other"]
+    inexact = call.name == "div" and call["rounding_mode"] is None
+    inexact = inexact or any(map(_is_inexact, (call.first, by)))
+    rows = by if isinstance(by, torch.Tensor) and by.device.type == "cpu" else None
+    if not inexact and any(s is not None for s in call.states(rows)):
+        call.mixes(DIVIDED_BY, decided=False)
+    return pointwise(call)
 
 
 def random(call: Call) -> list[States]:
@@ -46,7 +65,7 @@ def triangle(call: Call) -> list[States]:
     states = tuple(fresh(s) for s in call.states(call.first))
     for state in states[-2:]:
         if isinstance(state, (Merged, Odd)):
-            call.undecided()
+            call.rearranged()
             return [call.lost(call.out[0].shape)]
     return [states]
 
@@ -124,7 +143,7 @@ def scan(call: Call) -> list[States]:
     for dim in dims_of(call["dim"], x.dim()):
         state = states[dim] if states else None
         if isinstance(state, Odd):
-            call.undecided()
+            call.rearranged()
         elif isinstance(state, Merged) and state.before != 1:
             call.mixes("scan over merged rows")
     return [states] * len(call.out)

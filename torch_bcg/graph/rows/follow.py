@@ -56,6 +56,11 @@ class Rows:
         if self.tracker is not None:
             self.tracker.opaque(operator, leaves)
 
+    def looks_up(self, operator: str, index: torch.Tensor) -> None:
+        """An operator that is dispatched as others here, and indexes a table where it runs."""
+        if self.tracker is not None:
+            self.tracker.looks_up(operator, index)
+
     def forget(self) -> None:
         """Nothing is known of the node under way."""
         if self.tracker is not None:

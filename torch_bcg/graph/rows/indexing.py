@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from torch_bcg.graph.known import WRITTEN
 from torch_bcg.graph.rows.call import POSITIONS, Call, dims_of
-from torch_bcg.graph.rows.states import ODD, State, States, Token, fresh
+from torch_bcg.graph.rows.states import ODD, Merged, State, States, Token, fresh
+
+MASKS = (torch.bool, torch.uint8)
+COUNTED_THROUGH = "rows counted through"
+
+
+def _at(call: Call, state: State, positions: torch.Tensor, size: object) -> None:
+    """Notes that a tensor says positions of a dim, of rows or of a table.
+
+    Where there is something in front of all rows, a row has another number in a padded run. What
+    the graph itself makes of rows (``nonzero``, ``sort``) may have found it there, and a trial can
+    tell; what is given to it, or fixed, has the number of the call.
+    """
+    if state is None:
+        call.looks_up(positions, size)
+    elif isinstance(state, Token) or (isinstance(state, Merged) and state.before == 1):
+        call.undecided()
+    elif _placed_rows(call.states(positions)) or free_unbacked_symbols(positions):
+        call.rearranged()
+    else:
+        call.mixes(COUNTED_THROUGH)
 
 
 def embedding(call: Call) -> list[States]:
     """Rows of a table; a table of rows is asked for at positions nobody knows."""
-    weight = call.states(call["weight"])
-    if weight[0] is not None:
-        call.undecided()
-    else:
-        call.looks_up(call["indices"])
-    return [(*map(fresh, call.states(call["indices"])), *map(fresh, weight[1:]))]
+    weight, positions = call.states(call["weight"]), call["indices"]
+    _at(call, weight[0], positions, call["weight"].shape[0])
+    return [(*map(fresh, call.states(positions)), *map(fresh, weight[1:]))]
 
 
 def index_select(call: Call) -> list[States]:
@@ -26,10 +44,7 @@ def index_select(call: Call) -> list[States]:
     if not states:
         return [()]
     (dim,) = dims_of(call["dim"], x.dim())
-    if states[dim] is not None:
-        call.undecided()
-    else:
-        call.looks_up(call["index"])
+    _at(call, states[dim], call["index"], x.shape[dim])
     index = call.states(call["index"])
     states[dim] = fresh(index[0]) if index else None
     return [tuple(states)]
@@ -58,25 +73,24 @@ def index(call: Call) -> list[States]:
     """``index``: positions of some dims, by tensors broadcast together."""
     states = tuple(map(fresh, call.states(call.first)))
     among, dims, tensors = _indexed(call)
-    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+    if any(t.dtype in MASKS for t in tensors):
         if any(call.holds(n) for t in tensors for n in t.shape):
             call.undecided()
         return call.unknown()
     for d, tensor in zip(dims, tensors, strict=True):
-        if states[d] is None:
-            call.looks_up(tensor)
-        else:
-            among = _at_positions(call, states[d], tensor, among)
+        among = _at_positions(call, states[d], tensor, call.first.shape[d], among)
     return [_placed(states, dims, among) if dims else states]
 
 
-def _at_positions(call: Call, state: State, positions: torch.Tensor, among: States) -> States:
+def _at_positions(
+    call: Call, state: State, positions: torch.Tensor, size: object, among: States
+) -> States:
     """Rows at positions: where every position is its own, as masks ask for, they stay."""
     own = call.states(positions)
     holding = [d for d, s in enumerate(own) if s is not None]
     single = len(holding) == 1 and isinstance(own[holding[0]], Token)
     if call.known.name(positions) != POSITIONS or not isinstance(state, Token) or not single:
-        call.undecided()
+        _at(call, state, positions, size)
         return among
     at = holding[0] - len(own) + len(among)
     return (*among[:at], call.join(among[at], state), *among[at + 1 :])
@@ -88,7 +102,7 @@ def index_put(call: Call) -> list[States]:
     among, dims, tensors = _indexed(call)
     values = call.states(call["values"])
     call.index = tensors
-    if any(t.dtype in (torch.bool, torch.uint8) for t in tensors):
+    if any(t.dtype in MASKS for t in tensors):
         call.undecided()
         return [tuple(map(fresh, states))]
     target = _placed(states, dims, among)
@@ -98,8 +112,10 @@ def index_put(call: Call) -> list[States]:
     if _placed_rows(written[at : at + len(among)]) and not call.outward:
         call.mixes(WRITTEN)
         return [tuple(map(fresh, states))]
+    for d, tensor in zip(dims, tensors, strict=True):
+        if not call.outward:
+            _at(call, states[d], tensor, call.first.shape[d])
     if any(states[d] is not None for d in dims):
-        call.undecided()
         return [tuple(map(fresh, states))]
     rest = iter(_rest_of(written, dims, len(among)))
     return [tuple(fresh(s) if d in dims else next(rest) for d, s in enumerate(states))]
@@ -122,8 +138,7 @@ def gather(call: Call) -> list[States]:
     if not states:
         return [tuple(map(fresh, positions))]
     (dim,) = dims_of(call["dim"], x.dim())
-    if states[dim] is not None:
-        call.undecided()
+    _at(call, states[dim], call["index"], x.shape[dim])
     pairs = enumerate(zip(states, positions, strict=True))
     return [tuple(fresh(i) if d == dim or i is None else call.join(s, i) for d, (s, i) in pairs)]
 
@@ -140,6 +155,8 @@ def scatter(call: Call) -> list[States]:
     if not states:
         return [states]
     (dim,) = dims_of(call["dim"], x.dim())
+    if states[dim] is None and not call.outward:
+        call.looks_up(call["index"], x.shape[dim])
     result = []
     for d, (s, i) in enumerate(zip(states, positions, strict=True)):
         if i is not None and (s is None or d == dim):
@@ -147,7 +164,7 @@ def scatter(call: Call) -> list[States]:
                 call.mixes(WRITTEN)
             result.append(fresh(s))
         elif d == dim and s is not None:
-            call.undecided()
+            _at(call, s, call["index"], x.shape[dim])
             result.append(fresh(s))
         else:
             result.append(call.join(s, i, *(source[d : d + 1] if d != dim else ())))
@@ -169,7 +186,7 @@ def along(call: Call) -> list[States]:
         if not call.outward:
             call.mixes(WRITTEN)
     elif states[dim] is not None:
-        call.undecided()
+        _at(call, states[dim], call["index"], x.shape[dim])
     if len(source) == len(states):
         source = (*source[:dim], None, *source[dim + 1 :])
         return [call.broadcast([states, source], len(states))]
@@ -179,7 +196,7 @@ def along(call: Call) -> list[States]:
 def masked_scatter(call: Call) -> list[States]:
     """Values in the order of the true elements: a later row never moves an earlier value."""
     states = tuple(map(fresh, call.states(call.first)))
-    call.undecided()
+    call.rearranged()
     return [tuple(ODD if s is not None else None for s in states)]
 
 
@@ -190,11 +207,24 @@ def put(call: Call) -> list[States]:
     if _placed_rows(call.states(index)):
         if not call.outward:
             call.mixes(WRITTEN)
-    elif _placed_rows(states):
-        call.undecided()
-    if _placed_rows(states[1:]):
-        call.mixes("rows counted through")
+    else:
+        _counted_through(call, states)
     return [tuple(map(fresh, states))]
+
+
+def take(call: Call) -> list[States]:
+    """``take``: positions of all dims counted as one."""
+    states = call.states(call.first)
+    _counted_through(call, states)
+    return [tuple(map(fresh, call.states(call["index"])))]
+
+
+def _counted_through(call: Call, states: States) -> None:
+    """Of rows in the first dim alone a number is the same whatever comes behind them."""
+    if _placed_rows(states[1:]):
+        call.mixes(COUNTED_THROUGH)
+    else:
+        _at(call, states[0] if states else None, call["index"], call.first.numel())
 
 
 def isin(call: Call) -> list[States]:

@@ -44,7 +44,7 @@ def select(call: Call) -> list[States]:
     elif from_the_end:
         call.mixes("row counted from the end")
     elif isinstance(state, Odd) or (isinstance(state, Merged) and state.before != 1 and index != 0):
-        call.undecided()
+        call.rearranged()
     return [states[:dim] + states[dim + 1 :]]
 
 
@@ -70,7 +70,7 @@ def sliced(call: Call, state: State, sizes: tuple[Any, Any], start: Any, step: A
         if plain(step) != 1:
             return ODD
         if not isinstance(start, int):  # another symbol: by how much it shifts is not known
-            call.undecided()
+            call.rearranged()
             return ODD
         short = state.short or plain(before) - start != plain(after)
         return Token(state.lag - start, state.start + start, state.inside, short)
@@ -80,7 +80,7 @@ def sliced(call: Call, state: State, sizes: tuple[Any, Any], start: Any, step: A
         size = quotient(plain(after), state.after)
         if not holds or size is not None:
             return Merged(1, size, state.after, replace(state.token, short=True)) if holds else None
-    call.undecided()
+    call.rearranged()
     return lost
 
 
@@ -116,7 +116,7 @@ def unbind(call: Call) -> list[States]:
     (dim,) = dims_of(call["dim"], x.dim())
     states = call.states(x)
     if states[dim] is not None:
-        call.undecided()
+        call.rearranged()
     return [states[:dim] + states[dim + 1 :]] * len(call.out)
 
 
@@ -125,7 +125,7 @@ def shifted(call: Call, state: State, length: Any) -> State:
     if isinstance(state, Token):  # a length that is a symbol is at least 0
         known = isinstance(length, (int, sympy.Integer))
         return Token(state.lag + (int(length) if known else 0))
-    call.undecided()
+    call.rearranged()
     return ODD
 
 
@@ -187,6 +187,6 @@ def _padded(call: Call, state: State, sizes: tuple[Any, Any], before: Any, after
     elif before != 0:
         state = shifted(call, state, before)
     if state is not None and not isinstance(state, Token) and after != 0:
-        call.undecided()
+        call.rearranged()
         state = ODD
     return fresh(state) if call.holds(sizes[1]) else None

@@ -22,12 +22,13 @@ class Entry(NamedTuple):
 
 # Pointwise operators that torch does not tag so.
 _POINTWISE = """
-    _to_copy clone copy where masked_fill clamp clamp_min clamp_max floor_divide fill zero isnan
+    _to_copy clone copy where masked_fill clamp clamp_min clamp_max fill zero isnan
     conj resolve_conj resolve_neg polar complex prelu _prelu_kernel hardswish log_sigmoid_forward
-    add sub mul div pow lerp eq ne lt le gt ge logical_and logical_or logical_not bitwise_and
+    add sub mul pow lerp eq ne lt le gt ge logical_and logical_or logical_not bitwise_and
     bitwise_or bitwise_not __and__ __or__ silu gelu sigmoid tanh relu softplus elu mish
     _fused_dropout_scale threshold hardtanh relu6 _cast_Float real_if_close nan_to_num
 """
+_DIVIDES = ("div", "floor_divide", "remainder", "fmod")
 _REDUCTIONS = """
     sum mean amax amin max min argmax argmin any all prod logsumexp var std var_mean std_mean norm
     linalg_vector_norm median nanmedian nansum count_nonzero aminmax mode
@@ -78,6 +79,7 @@ _COMPUTE: dict[str, Rule] = {
     "convolution": compute.convolution,
     "avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices _adaptive_avg_pool2d "
     "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d": compute.pool,
+    " ".join(_DIVIDES): compute.divide,
     "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy": compute.loss,
     "renorm": compute.renorm,
     "tril triu": compute.triangle,
@@ -95,6 +97,7 @@ _INDEXING: dict[str, Rule] = {
     "index_add index_copy index_fill index_reduce": indexing.along,
     "masked_scatter": indexing.masked_scatter,
     "put": indexing.put,
+    "take": indexing.take,
     "isin": indexing.isin,
 }
 # Arguments that are sizes and bounds; what a bound means for rows is its rule's business.
@@ -157,6 +160,5 @@ def entry_for(operator: torch._ops.OpOverload, name: str) -> Entry:
         return _ATTENTION
     if operator.namespace != "aten":
         return _UNKNOWN
-    if torch.Tag.pointwise in operator.tags and name != "equal":
-        return _POINT
-    return TABLE.get(name, _UNKNOWN)
+    pointwise = torch.Tag.pointwise in operator.tags and name != "equal"
+    return _POINT if pointwise and name not in _DIVIDES else TABLE.get(name, _UNKNOWN)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torch_bcg.graph.geometry import storage_id
+from torch_bcg.graph.geometry import plain, storage_id
 from torch_bcg.graph.known import WRITTEN, Mixing
-from torch_bcg.graph.rows.call import POSITIONS, Call, Found
+from torch_bcg.graph.rows.call import CHOSEN, LOOKED_AT, POSITIONS, Call, Found
 from torch_bcg.graph.rows.states import (
     ODD,
     Merged,
@@ -26,6 +26,8 @@ from torch_bcg.graph.rows.states import (
 from torch_bcg.graph.rows.table import VIEWS, base_name, entry_for
 
 _CARRY = frozenset({"_to_copy", "clone", "arange", "add"})
+_CHOOSE = frozenset({"topk", "sort", "argsort", "max", "min", "argmax", "argmin", "kthvalue"})
+_LOOK_UP = frozenset({"embedding", "index", "_unsafe_index", "index_select"})
 
 
 class Tracker:
@@ -51,7 +53,7 @@ class Tracker:
         return self.symbol.given(x.shape)
 
     def name(self, x: object) -> str:
-        """The placeholder whose values these are, `POSITIONS`, or ""."""
+        """The placeholder whose values these are, or what else is known of them, or ""."""
         return self.names.get(id(x), "")
 
     def keep(self, x: torch.Tensor, states: States) -> None:
@@ -119,12 +121,22 @@ class Tracker:
             self._write(call, x)
         if name in VIEWS or name in _CARRY:
             self._carry(call)
+        elif name in _CHOOSE:
+            self._choose(call)
+        elif name in _LOOK_UP:
+            self._look_up(call)
         self.found += call.found
 
     def opaque(self, name: str, leaves: Iterable[object]) -> None:
         """A higher-order operator, of which nothing is seen."""
         if self.touches(leaves):
             self.found.append(Found("operator", name, decided=False))
+
+    def looks_up(self, name: str, index: torch.Tensor) -> None:
+        """An operator of which other ones are seen."""
+        call = Call(name, name, {}, (), self)
+        call.looks_up(index)
+        self.found += call.found
 
     def taken(self, number: Callable[[torch.Tensor], int]) -> tuple[Mixing, ...]:
         """What the operators since the last call do to rows, with numbers for storages."""
@@ -136,6 +148,7 @@ class Tracker:
                 f.decided,
                 -1 if f.memory is None else number(f.memory),
                 f.index,
+                f.each,
             )
             for f in found
         )
@@ -148,14 +161,14 @@ class Tracker:
 
     def _settle(self, call: Call, x: torch.Tensor, states: States, written: bool) -> None:
         if len(states) != x.dim():
-            call.undecided()
+            call.rearranged()
             states = self.symbol.given(x.shape)
         settled: list[State] = []
         for new, old, size in zip(states, self.states(x), x.shape, strict=True):
             if not self.symbol.holds(size):
                 settled.append(None)
             elif new is None:  # no rule said what its rows are
-                call.undecided()
+                call.rearranged()
                 settled.append(ODD)
             elif written and isinstance(new, Token) and isinstance(old, Token):
                 settled.append(replace(old, lag=new.lag))
@@ -180,6 +193,23 @@ class Tracker:
             if origin and kept and id(x) in self.table:
                 self.names[id(x)] = origin
 
+    def _choose(self, call: Call) -> None:
+        """Positions of a dim lie in it."""
+        x, dim = call.first, call["dim"]
+        along = isinstance(dim, int) and x.dim() > 0
+        for out in call.out[-1:]:
+            if along and not self.symbol.holds(x.shape[dim]) and id(out) in self.table:
+                self.names[id(out)] = f"{CHOSEN}{plain(x.shape[dim])}"
+
+    def _look_up(self, call: Call) -> None:
+        """What lies at a position that a row of a call may name is what a row may hold."""
+        given = [x for x in tree_leaves(call.arguments) if isinstance(x, torch.Tensor)]
+        table, *positions = given if call.name != "embedding" else (call["weight"], call["indices"])
+        named = all(self.name(x) not in ("", POSITIONS) for x in positions)
+        for out in call.out:
+            if named and not self.symbol.held_by(table) and id(out) in self.table:
+                self.names[id(out)] = LOOKED_AT
+
     def _write(self, call: Call, x: torch.Tensor) -> None:
         states = self.states(x)
         inside = any(isinstance(s, Token) and s.inside for s in states)
@@ -195,7 +225,8 @@ class Tracker:
         given = call.index or [x for x in tree_leaves(call.arguments) if is_index(x)]
         holding = [i for i in given if self.symbol.held_by(i)]
         name = self.name(holding[0]) if len(holding) == 1 else ""
-        if name in ("", POSITIONS) or not all(map(_whole, self.states(holding[0]))):
+        others = name in ("", POSITIONS, LOOKED_AT) or name.startswith(CHOSEN)
+        if others or not all(map(_whole, self.states(holding[0]))):
             return ""
         values = (call["values"], call["source"], call["src"])
         late = any(lag_of(s) < 0 for v in values for s in call.states(v))
@@ -207,12 +238,12 @@ class Tracker:
         if not others:
             return
         if any(isinstance(s, Odd) for s in states):
-            call.mixes("unlike rows", decided=False)
+            call.rearranged("unlike rows")
             return
         every = [s.token if isinstance(s, Merged) else s for s in states]
         tokens = [t for t in every if isinstance(t, Token)]
         if any(t.short for t in tokens):  # which row is the last one written depends on the size
-            call.mixes("some rows are written", decided=False)
+            call.rearranged("some rows are written")
         low = min((t.lag + t.start for t in tokens), default=0)
         if low >= self.lowest.get(memory, float("inf")):
             return
@@ -223,7 +254,7 @@ class Tracker:
             self.table[id(other)] = (other, after)
             shifted = zip(before, after, strict=True)
             if any(lag_of(a) < 0 <= lag_of(b) for b, a in shifted):
-                call.mixes("shifted rows are written", decided=False)
+                call.rearranged("shifted rows are written")
 
 
 def is_index(x: object) -> bool:

@@ -127,11 +127,11 @@ def reshape(call: Call) -> list[States]:
     for dim, size in enumerate(shape):
         taken = _taken(left, plain(size))
         if taken is None:
-            call.mixes("view", decided=False)
+            call.rearranged("view")
             return [(*states, *call.lost(shape[dim:]))]
         state, known = _merged(taken)
         if not known:
-            call.mixes("view", decided=False)
+            call.rearranged("view")
         states.append(state)
     return [tuple(states)]
 
@@ -141,7 +141,7 @@ def view_dtype(call: Call) -> list[States]:
     states, x, out = call.states(call.first), call.first, call.out[0]
     if not states or plain(x.shape[-1]) == plain(out.shape[-1]) or states[-1] is None:
         return [states]
-    call.undecided()
+    call.rearranged()
     return [(*states[:-1], ODD)]
 
 
@@ -164,7 +164,7 @@ def repeat(call: Call) -> list[States]:
         elif count != 1:
             states[dim] = ODD
         if states[dim] is ODD:
-            call.undecided()
+            call.rearranged()
     return [tuple(states)]
 
 
@@ -181,7 +181,7 @@ def scattered_view(call: Call) -> list[States]:
         if call.name == "diagonal":
             kept = [s for d, s in enumerate(states) if d not in dims]
         return [(*kept, None)]
-    call.undecided()
+    call.rearranged()
     return [call.lost(call.out[0].shape)]
 
 
