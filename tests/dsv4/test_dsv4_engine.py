@@ -404,6 +404,31 @@ def test_misuse_of_a_scheduler(model, lengths, context, pages, most, said):
         Scheduler([Request([1] * n, n) for n in lengths], layout).step(pools, most)
 
 
+@pytest.mark.parametrize("backend", [None, "bcg"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_another_number_of_tokens_than_the_batch_has(model, backend, change):
+    """One less would store padding for a token that is there."""
+    layout = model.config.layout(256, 2)
+    engine = Engine(model, layout, backend)
+    ids, batch = inputs(
+        Scheduler([Request([1] * 9, 9)], layout).step(engine.pools, 3), engine.pools
+    )
+    for given in (ids.new_ones(3 + change), ids.new_ones(3, 1)):
+        with pytest.raises(ValueError, match=r"expected \[3\]"):
+            engine.step(given, batch)
+
+
+@pytest.mark.parametrize("other", [("c128", "c4"), ("c4",), ("c128", "swa", "c4", "c128")])
+def test_engines_whose_branches_come_in_another_order(device, model, other):
+    """Both have one ratio of each branch, each at its own place in the metadata."""
+    config = DSV4Config.tiny(len(other), branches=other, hc_sinkhorn_iters=1)
+    second = random_model(config, device, torch.float32)
+    sides, others = pair(model.to(device), (40, 31)), pair(second, (40, 31))
+    for most in (12, 4, 12):
+        same(sides, most)
+        same(others, most)
+
+
 def test_requests_of_another_scheduler(model):
     """Pages and slots are given by one; one request has one place in it."""
     layout = model.config.layout(256, 2)

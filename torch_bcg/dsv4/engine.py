@@ -152,7 +152,12 @@ class Engine:
         Raises:
             ValueError: the batch does not fit ``input_ids`` or the layout.
         """
-        tokens = len(input_ids)
+        tokens = batch.num_tokens
+        if input_ids.shape != (tokens,):
+            raise ValueError(
+                f"Engine.step: input_ids is {list(input_ids.shape)}; expected [{tokens}], a token "
+                "for each that the batch has."
+            )
         rows = self.rows(tokens)
         self._settle()
         md = DSV4Metadata.create(batch, self.layout, rows, out=self.kept.get(rows))

@@ -21,7 +21,7 @@ from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sorting import where
 from torch_bcg.graph.values import Kind, stronger
 from torch_bcg.metadata.instances import Instance
-from torch_bcg.metadata.registration import Declared, Shown, declared_of
+from torch_bcg.metadata.registration import Declared, Shown, declared_of, same, unequal
 from torch_bcg.metadata.schema import kind_at, unknown_field, within
 
 
@@ -49,14 +49,24 @@ def with_bindings(
 
 
 def shown_by(plan: Plan, instances: Sequence[Instance]) -> Mapping[type, Shown]:
-    """What a plan shows of each class, for `registration.remember`."""
+    """What a plan shows of each class, for `registration.remember`.
+
+    Raises:
+        BindingError: two objects of one class have other numbers where they are declared equal.
+    """
+    # Of what lies in another object numbers are compared there, each at its own place.
+    inside = {cls for i in instances for path, cls in i.parts.items() if path}
     found: dict[type, Shown] = {}
     for instance, binding in zip(instances, plan.bindings, strict=True):
         before = found.get(instance.cls, Shown())
         kinds = dict(before.kinds)
         for f in binding.fields:
             kinds[f.name] = stronger(f.kind, kinds.get(f.name, f.kind))
-        equal = {n: instance.numbers.get(n) for n, kind in kinds.items() if kind == "EQUAL"}
+        names = [n for n, kind in kinds.items() if kind == "EQUAL" and instance.cls not in inside]
+        equal = {n: instance.numbers.get(n) for n in names}
+        for n in names:
+            if not same(before.equal.get(n, equal[n]), equal[n]):
+                raise unequal(instance.cls, n, before.equal[n], equal[n])
         constants = {path: instance.numbers.get(path) for path in instance.constants}
         found[instance.cls] = Shown(
             kinds,
