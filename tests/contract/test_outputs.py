@@ -178,6 +178,30 @@ def test_a_tensor_made_from_no_input(device):
     check(fn, lambda i: (rows(device),))
 
 
+PLACES = {
+    "row": lambda y, i: y[i],
+    "rows": lambda y, i: y[:i],
+    "view_of_view": lambda y, i: y[:i].t()[1:],
+    "beside_others": lambda y, i: (y[i], y, y[:i], y[1:], i),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("of", ["recorded", "eager", "argument"])
+def test_views_at_places_that_only_the_call_knows(device, of, place):
+    make = {"recorded": lambda x: x * 2, "eager": plus_one, "argument": lambda x: x}[of]
+
+    def fn(x, m):
+        i = m[0].item()
+        torch._check(i >= 0)
+        torch._check(i < x.shape[0])
+        y = make(x)
+        return place(y, i), y * 3
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        check(fn, lambda i: (rows(device), torch.tensor([i % 4])))
+
+
 # outputs="alias"
 
 

@@ -31,6 +31,7 @@ from torch_bcg.graph.known import Facts, NodeFacts, TensorFact
 from torch_bcg.graph.lower import Lowering, Needs
 from torch_bcg.graph.openings import given_in, is_repeatable
 from torch_bcg.graph.partition import Partition, Stretch
+from torch_bcg.graph.sizes import symbols_of
 from torch_bcg.graph.sorting import where
 
 Places = tuple[tuple[str, str, int], ...]
@@ -110,6 +111,7 @@ class _Planner(Homes):
         named |= {n.name for n in (*self.parts.scratch, *self.parts.constants)}
         named |= {p.name for n in self.parts.constants for p in n.all_input_nodes}
         named |= {o.name for o in outputs if o.how in ("carried", "clone", "view")}
+        named |= {o.view for o in outputs if o.view}
         wanted = {source for name in named for source in self.sources(name)}
         segments = tuple(
             self.segment(i, s, n, slots, wanted)
@@ -268,18 +270,24 @@ class _Planner(Homes):
             return Output("view", name, owner, "" if name == owner else t.spec.offset)
         if home in ("static", "slot"):
             return Output("view", name, owner)
+        if home in FIXED and name in self.floats and not self.has_known_place(t):
+            return Output("clone", owner, view=name)
         if home in FIXED:
             return Output("clone", name, "" if self.fixed(name) else owner)
         return Output("carried", name)
 
+    def has_known_place(self, t: TensorFact) -> bool:
+        """Whether geometry follows from the key: no number that a call reads is in it."""
+        return symbols_of(t.spec) <= self.facts.key_symbols
+
     def stands_in(self, name: str, t: TensorFact) -> bool:
         """Whether geometry alone remakes the view from its base."""
-        if not self.facts.nodes[name].symbols <= self.facts.key_symbols:
+        if not self.has_known_place(t):
             return False
         if name not in self.floats and self.home(name) != "alias":
             return False
         (base,) = self.facts.nodes[self.owner[t.storage]].tensors
-        plain = not t.special and not t.unbacked and t.lazy == base.lazy == (False, False)
+        plain = not t.special and t.lazy == base.lazy == (False, False)
         return plain and t.spec.dtype == base.spec.dtype and self.is_followed(name, t.storage)
 
     def is_followed(self, name: str, storage: int) -> bool:

@@ -320,6 +320,7 @@ class Output:
         base: for ``view``: the user input or static tensor it lies in.
         delta: for ``view`` by geometry: offset from the base's first element; "" if made by nodes.
         front: for ``clone`` in a padded program: the rows of the call.
+        view: for ``clone``: what is made of the copy, at a place that only the call knows; or "".
     """
 
     how: Literal["literal", "size", "clone", "view", "carried"]
@@ -327,6 +328,7 @@ class Output:
     base: str = ""
     delta: str = ""
     front: Front | None = None
+    view: str = ""
 
 
 def counted(number: int, thing: str) -> str:

@@ -244,6 +244,7 @@ class _Binder(Fronts):
         literals = torch.utils._pytree.tree_leaves(node.args[0])
         where: list[int] = []
         cloned: dict[int, Tensor] = {}
+        shown: dict[int, Output] = {}
         remade: list[tuple[str, int]] = []
         for i, o in enumerate(self.plan.outputs):
             cell = len(self.template)
@@ -254,14 +255,17 @@ class _Binder(Fronts):
             elif o.how == "size":
                 (self.template[cell],) = compiled([o.name], self.space.symbols)(*self.key)
             elif o.how == "clone":
-                cloned[cell] = self.space.resolve(o.name)
+                copied = self.cell_of(o.name) if o.view else cell
+                cloned[copied], shown[copied] = self.space.resolve(o.name), o
+                if o.view:  # remade below, from the copy that lies in the cell of its base by then
+                    remade.append((o.view, cell))
             elif o.how == "view" and o.name == o.base and o.base not in self.place:
                 self.template[cell] = self.space.attribute(o.base)
             elif o.how == "view" and o.delta:
                 self.steps.append(self.view_out(cell, o))
             else:
                 remade.append((o.base if o.name == o.base else o.name, cell))
-        self.hand_out(cloned, dict(zip(where, self.plan.outputs, strict=True)))
+        self.hand_out(cloned, shown)
         if remade:
             self.remake_outputs(remade)
         if len(where) == 1:
