@@ -27,7 +27,7 @@ from torch_bcg.eager import (
     tell_pad,
 )
 from torch_bcg.errors import CaptureError
-from torch_bcg.frame import static_arguments, type_of_self, watched_settings
+from torch_bcg.frame import has_tangents, static_arguments, type_of_self, watched_settings
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.inline import inlined, without_geometry_changes
@@ -184,6 +184,8 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         """One call: replay if there is a program, else run for real, and record if it is time."""
         with self.pool.lock:
+            if has_tangents(args):
+                return self.run_eagerly(args, "tangents")
             prevented = self.pool.prevented()
             if prevented:
                 return self.run_inline(args, prevented)

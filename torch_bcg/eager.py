@@ -17,6 +17,11 @@ from torch_bcg.graph.ir import Plan
 from torch_bcg.option_values import nearest
 from torch_bcg.options import Options
 
+_FIXES = {
+    "gradients": "Call it under torch.inference_mode(), or torch.no_grad().",
+    "tangents": "Call it with tensors that torch.autograd.forward_ad.make_dual() did not make.",
+}
+
 
 class Unrecorded:
     """A graph that is never recorded: the plain functions at marked nodes, autograd and all."""
@@ -58,11 +63,8 @@ def plain(gm: fx.GraphModule) -> Callable[..., Any]:
 
 def tell_eager_call(reason: str, options: Options, warned: set[str]) -> None:
     """``on_eager_call``: says once a reason that a call was not replayed."""
-    fix = (
-        "Call it under torch.inference_mode(), or torch.no_grad()."
-        if reason == "gradients"
-        else "torch_bcg.explain() shows the plan; on_eager_call='count' is silent."
-    )
+    other = "torch_bcg.explain() shows the plan; on_eager_call='count' is silent."
+    fix = _FIXES.get(reason, other)
     if options.on_eager_call == "error":
         raise EagerCallError(
             "A call was not replayed.", where="call", expected="a replay", found=reason, fix=fix

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._C._dynamo import guards
+from torch.autograd import forward_ad
 
-from torch_bcg.graph.geometry import has_static_address
+from torch_bcg.graph.geometry import has_memory, has_static_address
 from torch_bcg.metadata.instances import instance_of
 from torch_bcg.metadata.registration import bound_objects, registrations_of
 from torch_bcg.metadata.schema import items
@@ -26,6 +27,17 @@ def needs_gradients(gm: fx.GraphModule, example_inputs: Sequence[object]) -> boo
         n.target is torch._C._set_grad_enabled and n.args[0] for n in gm.graph.nodes
     )
     return enabled and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs)
+
+
+def has_tangents(args: Sequence[object]) -> bool:
+    """Whether forward-mode differentiation would follow a call, of which Dynamo guards nothing.
+
+    While no level is open no argument is looked at, where this torch says which one is.
+    """
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return False
+    tensors = (x for x in args if isinstance(x, Tensor) and has_memory(x))
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def watched_settings() -> Callable[[], str]:

@@ -14,6 +14,7 @@ from torch_bcg.attributes import Watched
 from torch_bcg.compiled import CompiledGraph
 from torch_bcg.direct import Arguments, misfit
 from torch_bcg.errors import BCGError, MisfitError
+from torch_bcg.frame import has_tangents
 from torch_bcg.graph.ir import Plan
 from torch_bcg.graph.sizes import symbols_of
 from torch_bcg.metadata import refresh
@@ -84,9 +85,10 @@ class ProgramHandle:
         With ``check="address"`` all static tensors have to be in place and strided as they were,
         and the compiled module has to have them, and whatever else its graph was made for, where it
         had them; else only the address of the first tensor is looked at. With gradients enabled,
-        none may be required. Not compared are hooks, code, attributes of a class or of an object
-        with slots, globals, and what a function reads that is no method of a module. What the
-        compiled function does to Python objects after its graph is not done.
+        none may be required, and no argument may carry a tangent. Not compared are hooks, code,
+        attributes of a class or of an object with slots, globals, and what a function reads that is
+        no method of a module. What the compiled function does to Python objects after its graph is
+        not done.
 
         Args:
             args: tensors and numbers.
@@ -125,6 +127,8 @@ class ProgramHandle:
         asked = self._arguments.brought() if self._compares else full
         if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in asked):
             raise misfit("gradients", "none that are needed", "an argument that requires them")
+        if has_tangents(full):
+            raise misfit("tangents", "none", "an argument that carries one")
         if not graph.is_current(program) or not graph.fits(program.statics, full):
             raise self._moved()
         key = graph.key(full)

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
-from torch_bcg.errors import BCGWarning, EagerCallError
+import torch_bcg
+from torch_bcg.errors import BCGWarning, EagerCallError, MisfitError
 from twin import assert_same, check, counted, double_into, plus_one
 
 
@@ -96,6 +98,58 @@ def test_eager_calls_can_be_errors(device):
     assert counts.replays == 2
     with pytest.raises(EagerCallError):
         compiled(rows(device, requires_grad=True))
+
+
+class Scaled(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(6, device=device))
+
+    def forward(self, x):
+        return simple(x * self.scale).sin()
+
+
+@pytest.mark.parametrize("dual", ["argument", "buffer"])
+def test_tangents_are_followed_by_eager_calls_with_one_warning(device, dual):
+    """Dynamo does not guard on levels: calls of one graph carry tangents or none, in turn."""
+    model, twin = Scaled(device), Scaled(device)
+    model.compile(backend="bcg")
+
+    def tangent(module, fn, x):
+        if dual == "argument":
+            x = forward_ad.make_dual(x, torch.ones_like(x))
+        else:
+            module.scale.copy_(forward_ad.make_dual(module.scale.clone(), module.scale.clone()))
+        return forward_ad.unpack_dual(fn(x)).tangent
+
+    with torch.no_grad(), counted() as counts, pytest.warns(BCGWarning, match="tangents") as caught:
+        for _ in range(4):
+            x = rows(device)
+            assert_same(model(x), twin(x))
+            with forward_ad.dual_level():
+                assert_same(model(x), twin(x))  # nothing carries a tangent
+                assert_same(tangent(model, model, x), tangent(twin, twin, x))
+    assert sum(w.category is BCGWarning for w in caught) == 1
+    assert (counts.replays, counts.eager_calls) == (7, {"tangents": 4})
+    (program,) = torch_bcg.programs(model)
+    with torch.no_grad(), forward_ad.dual_level():
+        x = rows(device)
+        assert_same(program(x), (twin(x),))
+        with pytest.raises(MisfitError, match="tangents"):
+            tangent(model, program, x)
+
+
+def test_a_first_call_with_tangents(device):
+    compiled = torch.compile(simple, backend="bcg", options={"on_eager_call": "count"})
+    with torch.no_grad(), counted() as counts:
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(rows(device), rows(device))
+            got, want = forward_ad.unpack_dual(compiled(x)), forward_ad.unpack_dual(simple(x))
+            assert_same((*got,), (*want,))
+        for _ in range(3):
+            x = rows(device)
+            assert_same(compiled(x), simple(x))
+    assert (counts.replays, counts.eager_calls) == (2, {"tangents": 1})
 
 
 def test_gradients_switched_on_and_off_inside(device):
