@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import torch_bcg
@@ -68,3 +69,13 @@ def test_grad_transform_between_marks(device):
         return plus_one(y) * 2
 
     check(fn, lambda i: (rows(device),), replays=range(4), eager_calls=None)
+
+
+def test_a_level_of_forward_mode_inside(device):
+    def fn(x, t):
+        y = plus_one(x * 2)
+        with forward_ad.dual_level():
+            z = forward_ad.unpack_dual(forward_ad.make_dual(y, t).sin() * 2)
+        return plus_one(z.tangent) * 2, z.primal + y
+
+    check(fn, lambda i: (rows(device), rows(device)))

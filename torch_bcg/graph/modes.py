@@ -51,11 +51,12 @@ def has_modes(graph: fx.Graph) -> bool:
 
 
 def level_change(node: fx.Node) -> int:
-    """1 where a functorch level begins, -1 where one ends, else 0."""
+    """1 where a level of functorch or of forward-mode begins, -1 where one ends, else 0."""
     if node.op != "call_function":
         return 0
     name = getattr(node.target, "__name__", "")
-    return int(name.endswith("_increment_nesting")) - int(name.endswith("_decrement_nesting"))
+    begins = name.endswith(("_increment_nesting", "_enter_dual_level"))
+    return int(begins) - int(name.endswith(("_decrement_nesting", "_exit_dual_level")))
 
 
 def modes_at(graph: fx.Graph) -> dict[fx.Node, Modes]:
