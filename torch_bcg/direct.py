@@ -83,6 +83,18 @@ class Arguments:
         self._symbols |= {
             s: (names.index(a), dim) for s, a, dim in (*plan.call_symbols, *plan.symbols)
         }
+        # Sizes are read of these before anything else of a tensor is compared.
+        sources = {*self._symbols.values(), *((source, dim) for _, source, dim in self._derived)}
+        self._ranks = [
+            (place, names[place], len(specs[names[place]].size))
+            for place in {place for place, dim in sources if dim >= 0}.intersection(self._brought)
+        ]
+        varying = {
+            place: specs[n]
+            for place, n, _, _ in self._tensors
+            if not sizes.symbols_of(specs[n]) <= {*symbols_of_key}
+        }
+        self._varying = sizes.geometries_of(varying, [*self._symbols]) if varying else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,6 +124,9 @@ class Arguments:
             for place, name in self._integers:
                 if type(full[place]) is not int:
                     raise misfit(name, "an int", type(full[place]).__name__)
+            for place, name, rank in self._ranks:
+                if full[place].dim() != rank:
+                    raise misfit(name, f"{rank} dims", str(full[place].dim()))
             for target, source, dim in self._derived:
                 full[target] = full[source].shape[dim]
             yield full
@@ -131,8 +146,18 @@ class Arguments:
         """Those that a call brings itself, what is given and fields of what is bound."""
         return [self._full[place] for place in self._brought]
 
-    def check(self, key: Sequence[int], geometries: Mapping[str, Geometry]) -> None:
+    def check(
+        self,
+        key: Sequence[int],
+        geometries: Mapping[str, Geometry],
+        values: Mapping[str, int],
+    ) -> None:
         """Compares what a call of this key brings with what the program was recorded for.
+
+        Args:
+            key: of the call.
+            geometries: of what follows from the key.
+            values: of all symbols, from which the rest follows.
 
         Raises:
             MisfitError: something differs.
@@ -141,17 +166,26 @@ class Arguments:
         for place, name, dtype, device in self._tensors:
             x = full[place]
             if name in geometries and (x.shape, x.stride()) != geometries[name][:2]:
-                raise misfit(name, str(geometries[name][:2]), str((tuple(x.shape), x.stride())))
+                raise _other_geometry(name, x, geometries[name])
             if x.dtype != dtype:
                 raise misfit(name, str(dtype), str(x.dtype))
             if x.device != device:
                 raise misfit(name, str(device), str(x.device))
+        if self._varying is not None:
+            for place, geometry in self._varying(*values.values()).items():
+                x = full[place]
+                if (x.shape, x.stride()) != geometry[:2]:
+                    raise _other_geometry(self._names[place], x, geometry)
         for place, number in zip(self._sized, self._sizes(*key), strict=True):
             if full[place] != number:
                 raise misfit(self._names[place], str(number), str(full[place]))
         for place, found_at in self._fixed:
             if memory.addresses(full[place]) != found_at:
                 raise misfit(self._names[place], "the address recorded", "another one")
+
+
+def _other_geometry(name: str, x: Tensor, geometry: Geometry) -> MisfitError:
+    return misfit(name, str(geometry[:2]), str((tuple(x.shape), x.stride())))
 
 
 def derived_sizes(plan: Plan) -> list[tuple[int, int, int]]:

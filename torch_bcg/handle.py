@@ -134,8 +134,8 @@ class ProgramHandle:
         key = graph.key(full)
         if graph.rows.key_for(key) != program.key or graph.rows.due(key, program.key):
             raise misfit("sizes", f"those of {dict(self.sizes)}", str(key))
-        self._arguments.check(key, program.at(key).geometries)
         values = self._arguments.values()
+        self._arguments.check(key, program.at(key).geometries, values)
         if not graph.allows(values):
             raise misfit("sizes", "those Dynamo made the graph for", str(values))
 

@@ -436,6 +436,68 @@ def test_sizes_that_the_graph_was_not_made_for(device, what):
                 program(x, 7.5)
 
 
+OF_OTHER_SHAPE = {
+    "narrower": lambda d: rows(d, 7)[:, :2].contiguous(),
+    "wider": lambda d: torch.randn(7, 9, device=d),
+    "strided": lambda d: torch.randn(6, 7, device=d).t(),
+    "of a wider one": lambda d: torch.randn(7, 8, device=d)[:, :6],
+    "of more dims": lambda d: torch.randn(7, 6, 2, device=d),
+    "of one dim": lambda d: torch.randn(7, device=d),
+    "of none": lambda d: torch.randn((), device=d),
+}
+
+
+@pytest.mark.parametrize("other", OF_OTHER_SHAPE)
+@pytest.mark.parametrize("how", ["given", "bound"])
+def test_other_sizes_of_a_tensor_of_which_one_varies(device, how, other):
+    """What varies is in no key, so nothing of this tensor follows from a key alone."""
+    torch_bcg.register_metadata_binding(Table)
+
+    def reading(x, table=None):
+        out = torch.empty_like(x)
+        table = torch_bcg.current_metadata(Table).table if table is None else table
+        add_all_(x * table.shape[1], table, out)
+        return out * 2
+
+    def call(fn, x, table):
+        torch._dynamo.maybe_mark_dynamic(table, 0)
+        if how == "given":
+            return fn(x, table)
+        with torch_bcg.bind_metadata(Table(table)):
+            return fn(x)
+
+    compiled = torch.compile(reading, backend="bcg")
+    with torch.no_grad():
+        for n in (3, 4, 5, 3):
+            call(compiled, rows(device), rows(device, n))
+        (program,) = torch_bcg.programs(compiled)
+        for n in (7, 3, 8):
+            x, table = rows(device), rows(device, n)
+            assert_same(call(program, x, table), (call(reading, x, table),))
+        with pytest.raises(MisfitError, match="table"):
+            call(program, rows(device), OF_OTHER_SHAPE[other](device))
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_other_sizes_of_a_tensor_that_follow_from_those_of_another(device, n):
+    def reading(x, a, b):
+        out, also = torch.empty_like(x), torch.empty_like(x)
+        add_all_(x * 2, a, out)
+        add_all_(x * 3, b, also)
+        return out * also if a.shape[0] == b.shape[0] else out
+
+    compiled = torch.compile(reading, backend="bcg", dynamic=True)
+    with torch.no_grad():
+        for k in (3, 4, 5, 3):
+            compiled(rows(device), rows(device, k), rows(device, k))
+        program = torch_bcg.programs(compiled)[-1]
+        x, a = rows(device), rows(device, 4)
+        b = a + 1
+        assert_same(program(x, a, b), (reading(x, a, b),))
+        with pytest.raises(MisfitError, match="not recorded for"):
+            program(x, a, rows(device, n))
+
+
 def test_padded_sizes_that_the_graph_was_not_made_for(device):
     compiled = torch.compile(
         lambda x: plus_one(x * 2) * (2 if x.shape[0] > 5 else 3),
@@ -638,6 +700,11 @@ def test_a_program_that_was_freed(called, device):
 
 
 # metadata
+
+
+@dataclasses.dataclass
+class Table:
+    table: torch.Tensor
 
 
 @dataclasses.dataclass

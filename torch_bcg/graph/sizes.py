@@ -38,10 +38,17 @@ def geometries(plan: Plan) -> Callable[..., Mapping[str, Geometry]]:
     specs |= {v.name: v.spec for v in plan.values if v.spec is not None}
     symbols = [s for s, _, _ in plan.symbols]
     specs = {name: spec for name, spec in specs.items() if symbols_of(spec) <= set(symbols)}
+    return geometries_of(specs, symbols)
+
+
+def geometries_of(
+    specs: Mapping[Any, TensorSpec], symbols: Sequence[str]
+) -> Callable[..., Mapping[Any, Geometry]]:
+    """A function of the symbols' values that gives the geometry of every tensor."""
     function = compiled(map(_tuple, specs.values()), symbols)
 
-    def at(*key: int) -> Mapping[str, Geometry]:
-        return cast("Mapping[str, Geometry]", dict(zip(specs, function(*key), strict=True)))
+    def at(*values: int) -> Mapping[Any, Geometry]:
+        return cast("Mapping[Any, Geometry]", dict(zip(specs, function(*values), strict=True)))
 
     return at
 
@@ -50,8 +57,7 @@ def at_sizes(
     specs: Mapping[Any, TensorSpec], symbols: Sequence[str], key: Sequence[int]
 ) -> Mapping[Any, Geometry]:
     """Geometries at one key."""
-    values = compiled(map(_tuple, specs.values()), symbols)(*key)
-    return cast("Mapping[Any, Geometry]", dict(zip(specs, values, strict=True)))
+    return geometries_of(specs, symbols)(*key)
 
 
 def symbols_of(spec: TensorSpec) -> set[str]:
