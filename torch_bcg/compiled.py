@@ -104,11 +104,11 @@ class CompiledGraph:
         self.static = static_arguments(gm, example_inputs)
         self.ambient: frozenset[tuple[type, str]] = frozenset()
         self.rows = Rows(gm, example_inputs, options, self.instances)
-        self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
+        self.facts = facts_of(self.gm, example_inputs, self.rows.choose, self.static)
         if self.facts.whole is not None:
             same_as = {n: f.same_as for n, f in self.facts.nodes.items() if f.same_as}
             self.gm = without_geometry_changes(self.gm, same_as)
-            self.facts = facts_of(self.gm, example_inputs, self.rows.choose)
+            self.facts = facts_of(self.gm, example_inputs, self.rows.choose, self.static)
         self.marks = [marking.resolve(m) for m in options.mark]
         self.owner = type_of_self()
         self.changed_settings = watched_settings()

@@ -42,6 +42,55 @@ MAKE = {
 }
 
 
+AROUND = {
+    "from_the_start_of_the_storage": lambda x: x.as_strided((2, 3), (3, 1), 0) * 2,
+    "larger": lambda x: x.as_strided((5, 6), (6, 1)) * 2,
+    "of_a_view": lambda x: x[1:].t().as_strided((3, 2), (1, 5), 2) * 2 + x.sum(),
+    "turned_in_place": lambda x: x[1:].as_strided_((2, 3), (3, 1), 0) * 2,
+    "returned": lambda x: (x.as_strided((2, 3), (3, 1), 1), x[1:], x * 2),
+    "written": lambda x: (x.as_strided((2, 3), (3, 1), 1).mul_(2), x.add_(1) * 2),
+    "seen_by_marked": lambda x: plus_one(x.as_strided((2, 3), (3, 1), 0)) + (x * 2)[:2, :3],
+    "beside_a_view_of_several": lambda x: (
+        x.as_strided((2, 3), (3, 1), 1) + 1,
+        torch.broadcast_tensors(x, x[0] * 2)[1] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("view", AROUND.values(), ids=AROUND)
+def test_a_view_of_memory_around_an_argument(device, view):
+    """A copy of the argument would not hold it, and the next call's lies elsewhere."""
+    fn = lambda x, z: (view(x), plus_one(z * 2) * 3)  # noqa: E731
+    check(fn, lambda i: (rows(device, 8, 6)[1 + i % 3 : 5 + i % 3], rows(device)))
+
+
+INSIDE = {
+    "windows": lambda x, m: x.as_strided((len(x) - 1, 2 * x.shape[1]), (x.shape[1], 1)) * 2,
+    "of_a_result": lambda x, m: (x * 2).as_strided((2, 3), (3, 1), 1) * 2,
+    "of_a_buffer": lambda x, m: m.table.as_strided((2, 3), (3, 1), 1) * 2,
+}
+
+
+@pytest.mark.parametrize("view", INSIDE.values(), ids=INSIDE)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_view_by_strides_of_memory_that_stays_is_recorded(device, view, dynamic):
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", rows(device, 8, 6)[1:])
+
+        def forward(self, x):
+            return view(x, self) + 1
+
+    module = Owner()
+    compiled = torch.compile(module, backend="bcg", dynamic=dynamic)
+    with torch.no_grad(), counted() as counts:
+        for i in range(4):
+            x = rows(device, 8, 6)[i : i + 4]
+            assert_same(compiled(x), module(x))
+    assert counts.recorded_kernels == counts.kernels > 0
+
+
 @pytest.mark.parametrize("write", THROUGH.values(), ids=THROUGH)
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_a_view_of_an_intermediate_crosses_a_cut(device, make, write):

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_bcg.graph.geometry import lies_within
+
 # Operators whose schema claims fresh memory though they return their argument's.
 _VIEWS_BY_NAME = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::lift"}
 _ALLOCATIONS = {
@@ -36,7 +38,10 @@ _INDEX_PUT = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 @dataclass
 class Dispatched(TorchDispatchMode):
-    """Notes what one node dispatches to; ``follow`` is told of every operator, if given."""
+    """Notes what one node dispatches to; ``follow`` is told of every operator, if given.
+
+    ``around`` are views that may show memory that is none of the tensor they are made of.
+    """
 
     follow: Callable[..., None] | None = None
     reads: list[torch.Tensor] = field(default_factory=list)
@@ -46,6 +51,7 @@ class Dispatched(TorchDispatchMode):
     allocations: int = 0
     masked: bool = False
     sent: bool = False
+    around: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,6 +78,11 @@ class Dispatched(TorchDispatchMode):
         if schema.name in _BATCH_NORMS and given.get("training", True):
             written += [given["running_mean"], given["running_var"]]
         returns_view = any(r.alias_info is not None for r in schema.returns)
+        if schema.name == "aten::as_strided" and (
+            given["storage_offset"] is not None  # from the first element of the storage on
+            or not lies_within(out, args[0])
+        ):
+            self.around.append(out)
         if schema.name in _VIEWS_BY_NAME or (returns_view and not written):
             return out
         if schema.name in _ALLOCATIONS:

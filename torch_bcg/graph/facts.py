@@ -9,7 +9,7 @@ writes what is a question about memory, not about tensor objects. Facts decide n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,34 +81,45 @@ def _faked(example_inputs: Sequence[object]) -> tuple[FakeTensorMode, list[Any]]
 
 
 def facts_of(
-    gm: fx.GraphModule, example_inputs: Sequence[object], rows_of: RowsOf | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[object],
+    rows_of: RowsOf | None = None,
+    static: Collection[str] = (),
 ) -> Facts:
     """Facts of every node of ``gm``; see `Facts`.
 
     ``rows_of`` names the symbol that counts rows, given the sizes of all tensor placeholders;
-    without it, or where it says "", rows are not followed.
+    without it, or where it says "", rows are not followed. ``static`` are the placeholders that
+    keep their address.
     """
     mode, fakes = fake_arguments(example_inputs)
     shapes = mode.shape_env
     with preserved(), torch.no_grad(), torch.inference_mode(False):
         if shapes is None:
             with mode:
-                return _Pass(gm, mode, fakes, Rows(rows_of)).run()
+                return _Pass(gm, mode, fakes, Rows(rows_of), static).run()
         # Guards are suppressed, not added: Dynamo evaluated the same operators and has them all.
         with mode, shapes.suppress_guards(), shapes.ignore_fresh_unbacked_symbols():
-            return _Pass(gm, mode, fakes, Rows(rows_of)).run()
+            return _Pass(gm, mode, fakes, Rows(rows_of), static).run()
 
 
 class _Pass:
     """The fake pass: values by node, storages numbered in the order in which they appear."""
 
     def __init__(
-        self, gm: fx.GraphModule, mode: FakeTensorMode, fakes: Sequence[object], rows: Rows
+        self,
+        gm: fx.GraphModule,
+        mode: FakeTensorMode,
+        fakes: Sequence[object],
+        rows: Rows,
+        static: Collection[str],
     ) -> None:
         self.gm = gm
         self.mode = mode
         self.fakes = iter(fakes)
         self.rows = rows
+        self.static = static
+        self.around: dict[int, str] = {}
         self.env: dict[fx.Node, Any] = {}
         self.storages = Storages()
         self.nodes: dict[str, NodeFacts] = {}
@@ -141,6 +152,7 @@ class _Pass:
             written,
             self.rows.symbol,
             self.storages.shared({s for n in self.nodes.values() for s in n.writes}),
+            self.around,
         )
 
     def node(self, node: fx.Node) -> NodeFacts:
@@ -250,6 +262,10 @@ class _Pass:
             x for x in leaves if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))
         ]
         written = frozenset(self.storages.storage(node, t) for t in writes)
+        for storage in {self.storages.storage(node, t) for t in seen.around} & inputs:
+            origin = self.storages.origin[storage]
+            if self.nodes[origin].kind == "input" and origin not in self.static:
+                self.around.setdefault(storage, node.name)
         random = any(torch.Tag.nondeterministic_seeded in o.tags for o in seen.operators)
         if kind is None:
             if seen.kernels or written:

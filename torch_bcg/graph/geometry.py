@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def plain(size: Any) -> Any:
@@ -73,6 +74,17 @@ def overlaps_itself(x: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def lies_within(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a view from the first element of ``base`` on is known to show nothing else of it."""
+    dense: Any = 1
+    for size, stride in zip(reversed(base.shape), reversed(base.stride()), strict=True):
+        if not statically_known_true(stride == dense):
+            return False
+        dense = dense * size
+    last = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
+    return bool(statically_known_true(last < dense))
 
 
 def has_static_address(x: torch.Tensor) -> bool:

@@ -45,7 +45,7 @@ class Homes:
             and facts.nodes[n.name].kind != "mode"
         }
         self.lowering = Lowering(gm, self.canonical, self.floats)
-        self.touched = self.touched_storages() | touched_also
+        self.touched = (self.touched_storages() | touched_also) - self.facts.around.keys()
         self.live = {n.name for n in parts.live}
         self.numbers = {n.name for n in parts.numbers}
         self.counted = self.counted_storages()

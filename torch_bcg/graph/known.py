@@ -112,6 +112,9 @@ class Facts:
         whole: (kind, detail, node) that keeps the whole graph from being recorded, or None.
         written: storages written by another node than the one that made them.
         rows: the symbol whose rows were followed, or "".
+        around: storages of arguments that come and go of which a view may show memory around the
+            argument, or at a place that does not follow it -> the node that makes the view. They
+            are left where they are: a copy of the argument does not hold that memory.
         shared: storages that a tensor subclass wraps, while plain tensors lie in them too -> the
             node that made it. Nobody sees how long it keeps them, and who writes them through it.
     """
@@ -124,3 +127,4 @@ class Facts:
     written: frozenset[int]
     rows: str = ""
     shared: Mapping[int, str] = field(default_factory=dict)
+    around: Mapping[int, str] = field(default_factory=dict)

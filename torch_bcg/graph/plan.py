@@ -286,6 +286,8 @@ class _Planner(Homes):
             return False
         if name not in self.floats and self.home(name) != "alias":
             return False
+        if t.storage in self.facts.around:  # whose views may lie elsewhere in the next call
+            return False
         (base,) = self.facts.nodes[self.owner[t.storage]].tensors
         plain = not t.special and t.lazy == base.lazy == (False, False)
         return plain and t.spec.dtype == base.spec.dtype and self.is_followed(name, t.storage)

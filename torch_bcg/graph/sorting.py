@@ -215,8 +215,8 @@ class Sorter:
             owner = self.origin(t.storage).tensors
             if owner and owner[0].overlapping and t.storage in f.reads | f.writes:
                 return "overlapping memory", p.name
-            if name in ("as_strided", "as_strided_") and self.origin(t.storage).kind == "input":
-                return "storage access", name
+            if t.storage in self.facts.around and t.storage in f.reads | f.writes:
+                return "storage access", self.facts.around[t.storage]
         numbers = [p for p in node.all_input_nodes if p in self.live]
         for p in dict.fromkeys(numbers):
             if not self.as_slot(node, p, f):
