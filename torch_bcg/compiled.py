@@ -27,7 +27,13 @@ from torch_bcg.eager import (
     tell_pad,
 )
 from torch_bcg.errors import CaptureError
-from torch_bcg.frame import has_tangents, static_arguments, type_of_self, watched_settings
+from torch_bcg.frame import (
+    has_tangents,
+    kinds_of,
+    static_arguments,
+    type_of_self,
+    watched_settings,
+)
 from torch_bcg.graph.facts import facts_of
 from torch_bcg.graph.fusing import Fusing
 from torch_bcg.graph.inline import inlined, without_geometry_changes
@@ -102,6 +108,7 @@ class CompiledGraph:
         self.gm = gm = inlined(gm, names)
         self.eager = plain(self.gm)
         self.static = static_arguments(gm, example_inputs)
+        self.kinds = kinds_of(gm, example_inputs)
         self.ambient: frozenset[tuple[type, str]] = frozenset()
         self.rows = Rows(gm, example_inputs, options, self.instances)
         self.facts = facts_of(self.gm, example_inputs, self.rows.choose, self.static)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_bcg.errors import MisfitError
+from torch_bcg.frame import Kind, kind_of
 from torch_bcg.graph import sizes
 from torch_bcg.graph.ir import Plan
 from torch_bcg.graph.sizes import Geometry
@@ -35,6 +35,7 @@ class Arguments:
         static: those, alive.
         instances: objects that are bound when the graph is called.
         numbers: expressions of the arguments that are numbers.
+        kinds: types and kinds of the arguments that are tensors.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Arguments:
         static: Sequence[object],
         instances: Sequence[Instance],
         numbers: Mapping[str, str],
+        kinds: Mapping[str, tuple[type, Kind]],
     ) -> None:
         names = plan.arguments
         self._names = names
@@ -67,10 +69,9 @@ class Arguments:
         self._brought = [*self._given, *of_fields]
         specs = {v.name: v.spec for v in plan.values if v.spec is not None}
         self._tensors = [
-            (place, n, getattr(torch, specs[n].dtype), torch.device(specs[n].device))
-            for place in self._brought
-            if (n := names[place]) in specs
+            (place, n, *kinds[n]) for place in self._brought if (n := names[place]) in kinds
         ]
+        self._places = [place for place, *_ in self._tensors]
         at = zip(statics.places, statics.found_at, strict=True)
         self._fixed = [(place, found_at) for place, found_at in at if place in of_fields]
         symbols_of_key = [s for s, _, _ in plan.symbols]
@@ -92,7 +93,7 @@ class Arguments:
         varying = {
             place: specs[n]
             for place, n, _, _ in self._tensors
-            if not sizes.symbols_of(specs[n]) <= {*symbols_of_key}
+            if n in specs and not sizes.symbols_of(specs[n]) <= {*symbols_of_key}
         }
         self._varying = sizes.geometries_of(varying, [*self._symbols]) if varying else None
 
@@ -118,9 +119,9 @@ class Arguments:
                 full[place] = x
             for fields in self._fields:
                 fields.take(full)
-            for place, name, _, _ in self._tensors:
-                if not isinstance(full[place], Tensor):
-                    raise misfit(name, "a tensor", type(full[place]).__name__)
+            for place, name, cls, _ in self._tensors:
+                if type(full[place]) is not cls:
+                    raise misfit(name, f"a {cls.__name__}", type(full[place]).__name__)
             for place, name in self._integers:
                 if type(full[place]) is not int:
                     raise misfit(name, "an int", type(full[place]).__name__)
@@ -163,14 +164,18 @@ class Arguments:
             MisfitError: something differs.
         """
         full = self._full
-        for place, name, dtype, device in self._tensors:
+        for place, name, _, kind in self._tensors:
             x = full[place]
+            if kind_of(x) != kind:
+                words = ("dtype", "device", "layout", "requires_grad")
+                parts = zip(words, kind, kind_of(x), strict=True)
+                what, old, new = next(part for part in parts if part[1] != part[2])
+                raise misfit(f"{what} of {name}", str(old), str(new))
             if name in geometries and (x.shape, x.stride()) != geometries[name][:2]:
                 raise _other_geometry(name, x, geometries[name])
-            if x.dtype != dtype:
-                raise misfit(name, str(dtype), str(x.dtype))
-            if x.device != device:
-                raise misfit(name, str(device), str(x.device))
+        # Dynamo gives one placeholder to one tensor: of two it was told that they are apart.
+        if len({id(full[place]) for place in self._places}) < len(self._places):
+            raise misfit("tensors", "several", "one of them in two places")
         if self._varying is not None:
             for place, geometry in self._varying(*values.values()).items():
                 x = full[place]

@@ -85,6 +85,20 @@ def watched_tensors(tensors: Mapping[str, Tensor]) -> Callable[[], str]:
     return differing
 
 
+Kind = tuple[torch.dtype, torch.device, torch.layout, bool]
+
+
+def kind_of(x: Tensor) -> Kind:
+    """What Dynamo guards a tensor with, besides type, sizes and strides."""
+    return x.dtype, x.device, x.layout, x.requires_grad
+
+
+def kinds_of(gm: fx.GraphModule, example_inputs: Sequence[object]) -> dict[str, tuple[type, Kind]]:
+    """Type and kind of every placeholder that is a tensor."""
+    nodes = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    return {n.name: (type(x), kind_of(x)) for n, x in nodes if isinstance(x, Tensor)}
+
+
 def type_of_self() -> type | None:
     """The class of the module whose code Dynamo compiles now, if it compiles a method.
 

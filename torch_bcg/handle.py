@@ -86,9 +86,9 @@ class ProgramHandle:
         and the compiled module has to have them, and whatever else its graph was made for, where it
         had them; else only the address of the first tensor is looked at. With gradients enabled,
         none may be required, and no argument may carry a tangent. Not compared are hooks, code,
-        attributes of a class or of an object with slots, globals, and what a function reads that is
-        no method of a module. What the compiled function does to Python objects after its graph is
-        not done.
+        attributes of a class or of an object with slots, globals, ``.grad`` and Python attributes
+        of tensors, and what a function reads that is no method of a module. What the compiled
+        function does to Python objects after its graph is not done.
 
         Args:
             args: tensors and numbers.
@@ -200,7 +200,9 @@ class ProgramHandle:
         graph, program = self._graph, self._program
         bound = [i for i in graph.instances if i.bound]
         numbers = graph.number_expressions()
-        return Arguments(self.plan, program.key, program.statics, self._static, bound, numbers)
+        return Arguments(
+            self.plan, program.key, program.statics, self._static, bound, numbers, graph.kinds
+        )
 
     @property
     def _compares(self) -> bool:

@@ -526,6 +526,75 @@ def test_what_is_no_tensor_of_the_device(called, x):
         program(x)
 
 
+class Negated(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return -y if func is torch.Tensor.mul else y
+
+
+OF_OTHER_KIND = {
+    "wrapper": (lambda x: TwoTensor(x, x * 5), "a Tensor"),
+    "subclass": (lambda x: x.as_subclass(Negated), "a Tensor"),
+    "parameter": (lambda x: nn.Parameter(x, requires_grad=False), "a Tensor"),
+    "requires_grad": (lambda x: x.requires_grad_(), "requires_grad of l_x_"),
+    "csr": (lambda x: x.to_sparse_csr(), "layout of l_x_"),
+    "coo": (lambda x: x.to_sparse(), "layout of l_x_"),
+    "dtype": (lambda x: x.double(), "dtype of l_x_"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", OF_OTHER_KIND)
+def test_a_tensor_of_another_kind(device, kind):
+    def reading(x):
+        return plus_one(x * 2) * (3 if type(x) is torch.Tensor and not x.requires_grad else 5)
+
+    change, said = OF_OTHER_KIND[kind]
+    compiled = torch.compile(reading, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        x = rows(device)
+        assert_same(program(x), (reading(x),))
+        with pytest.raises(MisfitError, match=said):
+            program(change(x))
+
+
+def test_a_tensor_that_required_gradients(device):
+    """None were asked for; the code may have looked."""
+    compiled = torch.compile(lambda x: plus_one(x * (2 if x.requires_grad else 3)), backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device).requires_grad_())
+        (program,) = torch_bcg.programs(compiled)
+        x = rows(device).requires_grad_()
+        assert_same(program(x), (plus_one(x * 2),))
+        with pytest.raises(MisfitError, match="requires_grad of l_x_"):
+            program(x.detach())
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_one_tensor_in_two_places(device, apart):
+    compiled = torch.compile(lambda x, y: plus_one(x * (2 if x is y else 3)) + y, backend="bcg")
+
+    def call(fn, x):
+        return fn(x, x.clone()) if apart else fn(x, x)
+
+    with torch.no_grad():
+        for _ in range(3):
+            call(compiled, rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        x = rows(device)
+        if not apart:  # what is one tensor is one argument
+            assert_same(program(x), (plus_one(x * 2) + x,))
+        else:
+            assert_same(program(x, x.clone()), (plus_one(x * 3) + x,))
+        with pytest.raises(MisfitError, match=r"one of them in two|number of arguments"):
+            program(x, x)
+
+
 def test_what_is_there_no_more_or_was_not_there(called, device):
     model, _, program = called
     x = rows(device)
