@@ -44,13 +44,28 @@ def watched_settings() -> Callable[[], str]:
     """A function that names the global settings of torch that differ from now, "" if none does.
 
     Those that Dynamo guards every graph with, such as the mode of autograd, precisions, autocast,
-    determinism and the default dtype.
+    determinism and the default dtype, and modes of torch functions, which make the default device.
     """
     guard = getattr(guards, "GlobalStateGuard", None)
-    if guard is None:
+    modes = getattr(torch.overrides, "_get_current_function_mode_stack", lambda: None)
+    current = transaction()
+    # Dynamo has taken them off while it calls the backend.
+    on = getattr(current.output, "torch_function_mode_stack", None) if current else modes()
+    if guard is None or on is None:
         return lambda: "this torch does not say"
-    then = guard()
-    return lambda: "" if then.check() else then.reason().strip()
+    then, modes_then = guard(), _said(on)
+
+    def differing() -> str:
+        if not then.check():
+            return str(then.reason()).strip()
+        return "" if _said(modes()) == modes_then else "modes of torch functions"
+
+    return differing
+
+
+def _said(modes: Sequence[object]) -> list[tuple[type, object]]:
+    """What Dynamo guards modes with: types, and the device of one that makes it the default."""
+    return [(type(mode), getattr(mode, "device", None)) for mode in modes]
 
 
 def watched_tensors(tensors: Mapping[str, Tensor]) -> Callable[[], str]:

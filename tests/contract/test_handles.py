@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -652,6 +653,43 @@ def test_settings_of_torch(called, device, other, name):
         for mode in (torch.inference_mode, torch.no_grad):
             with mode():
                 assert_same(program(x)[0], Model.forward(model, x))
+
+
+class Looking(TorchFunctionMode):
+    """Changes nothing: what does is applied twice by Dynamo, at the trace and at the run."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def nowhere():
+    return torch.device("meta")
+
+
+FUNCTION_MODES = [
+    (contextlib.nullcontext, Looking), (Looking, contextlib.nullcontext),
+    (contextlib.nullcontext, nowhere), (lambda: torch.device("cpu"), nowhere),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("then", "now"), FUNCTION_MODES, ids=["new", "over", "a device", "another device"]
+)
+def test_a_mode_of_torch_functions(device, then, now):
+    """A replay asks none; a default device is one."""
+    compiled = torch.compile(lambda x: plus_one(x) * torch.ones((), device=device), backend="bcg")
+    with torch.no_grad():
+        with then():
+            for _ in range(3):
+                compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        x = rows(device)
+        for _ in range(2):
+            with then():
+                assert_same(program(x), (plus_one(x) * torch.ones((), device=device),))
+            with now(), pytest.raises(MisfitError, match="settings of torch") as e:
+                program(x)
+            assert "modes of torch functions" in e.value.found
 
 
 @pytest.mark.parametrize("first", [True, False])
