@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import operator
-import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_bcg.frame import watched_tensors
-from torch_bcg.metadata.schema import contents_of, outline_of
-from torch_bcg.sources import Premises, value_in
+from torch_bcg.metadata.schema import container_of, contents_of
+from torch_bcg.sources import Link, Premises, along, text_of, value_in, whole
 
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _NOTHING = object()
-_LAST_LINK = re.compile(r"(.*)(?:\.(\w+)|\[(?:'([^']*)'|(\d+))\])")
 
 
 def dicts_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
@@ -44,26 +43,30 @@ class Watched:
         kinds: Mapping[str, Kind],
     ) -> None:
         places: dict[tuple[int, object], tuple[dict[Any, Any], object]] = {}
-        lists: dict[int, list[Any]] = {}
-        dicts: dict[int, dict[Any, Any]] = {}
+        inside: dict[int, Any] = {}
         root = module() if module is not None else None
-        for way in _ways(premises) if root is not None else ():
-            for d, key in _held_at(root, way, lists):
-                places[id(d), key] = d, key
-        sets: dict[int, set[Any]] = {}
-        for way, was in premises.outlines.items() if root is not None else ():
-            value = value_in(root, way)
-            if isinstance(value, dict) and not isinstance(was, type):
-                dicts[id(value)] = value
-            elif isinstance(value, set) and not isinstance(was, type):
-                sets[id(value)] = value
+        for way in (*premises.tensors.values(), *premises.outlines) if root is not None else ():
+            *holders, value = along(root, way)
+            for holder, link in zip(holders, way):  # noqa: B905 - a way may end early
+                if link.kind != "attribute" and (
+                    link.kind != "item" or not isinstance(holder, dict)
+                ):
+                    inside[id(holder)] = holder
+                for d, key in _held_at(holder, link):
+                    places[id(d), key] = d, key
+            if premises.outlines.get(way, (type, None))[0] in (contents_of, whole):
+                inside[id(value)] = value
         self._dicts = [d for d, _ in places.values()]
         self._keys = [key for _, key in places.values()]
         self._values = [dict.get(d, key, _NOTHING) for d, key in places.values()]
-        self._growing = [*dicts.values()]
-        self._sizes = [*map(len, self._growing)]
-        self._sets = [(one, outline_of(one)) for one in sets.values()]
-        self._lists, self._contents = [*lists.values()], [*map(tuple, lists.values())]
+        groups: dict[Any, list[Any]] = {}
+        for one in inside.values():
+            groups.setdefault(container_of(one), []).append(one)
+        self._inside = [
+            (base, ones, [*map(base.__len__, ones)], [*_all_in(base, ones)])
+            for base, ones in groups.items()
+            if base in (list, dict, OrderedDict, set, deque)  # in others nothing can be replaced
+        ]
         self._other_tensor = watched_tensors(tensors)
         self._other = _changed_already(tensors, kinds)
         if module is not None and not self._other:
@@ -72,14 +75,15 @@ class Watched:
     def unchanged(self) -> bool:
         """Whether they are, and were when the graph was made."""
         now = map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING))
-        pairs = zip(self._lists, self._contents, strict=True)
         return (
             not self._other
             and not self._other_tensor()
             and all(map(operator.is_, now, self._values))
-            and [*map(len, self._growing)] == self._sizes
-            and all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
-            and all(outline_of(one) == outline for one, outline in self._sets)
+            and all(
+                [*map(base.__len__, ones)] == sizes
+                and all(map(operator.is_, _all_in(base, ones), held))
+                for base, ones, sizes, held in self._inside
+            )
         )
 
     def changed(self) -> str:
@@ -107,38 +111,27 @@ def _differing(root: object, tensors: Mapping[str, Tensor], premises: Premises) 
     for name, way in premises.tensors.items():
         if name in tensors and value_in(root, way) is not tensors[name]:
             return name
-    for way, was in premises.outlines.items():
-        value = value_in(root, way)
-        if was is not type(value) and was != contents_of(value):
-            return way.removeprefix(".")
+    for way, (told_by, told) in premises.outlines.items():
+        if told_by(value_in(root, way)) != told:
+            return text_of(way)
+    for way, other in premises.shared.items():
+        if value_in(root, way) is not value_in(root, other):
+            return text_of(way)
     return ""
 
 
-def _ways(premises: Premises) -> Iterator[str]:
-    """All ways, and what they lead through, each once."""
-    seen: set[str] = set()
-    for way in (*premises.tensors.values(), *premises.outlines):
-        while way and way not in seen:
-            seen.add(way)
-            yield way
-            link = _LAST_LINK.fullmatch(way)
-            way = link[1] if link else ""
+def _all_in(base: Any, ones: Iterable[Any]) -> Iterator[object]:
+    """Items of containers of one class, one after another; of dicts the keys."""
+    return itertools.chain.from_iterable(map(base.__iter__, ones))
 
 
-def _held_at(
-    root: object, way: str, lists: dict[int, list[Any]]
-) -> Iterator[tuple[dict[Any, Any], object]]:
-    """The dict and the key of the last link of a way; a list is added to the lists."""
-    link = _LAST_LINK.fullmatch(way)
-    holder = value_in(root, link[1]) if link else None
-    if link is None or holder is None:
-        return
-    _, name, key, index = link.groups()
-    if isinstance(holder, list):
-        lists[id(holder)] = holder
-    elif isinstance(holder, dict) and name is None:
-        yield holder, int(index) if key is None else key
-    elif name is not None and isinstance(getattr(holder, "__dict__", None), dict):
+def _held_at(holder: object, link: Link) -> Iterator[tuple[dict[Any, Any], object]]:
+    """The dict and the key where a link finds what it leads to."""
+    if isinstance(holder, dict) and link.kind == "item":
+        yield holder, link.key
+    elif isinstance(holder, dict) and link.kind == "value":
+        yield holder, [*_all_in(container_of(holder), [holder])][link.key]
+    elif link.kind == "attribute" and isinstance(getattr(holder, "__dict__", None), dict):
         inside = dicts_of(holder) if isinstance(holder, nn.Module) else ()
-        if all(vars(holder).get(name) is not d for d in inside):  # else it is one of these
-            yield next((d for d in inside if name in d), vars(holder)), name
+        if all(vars(holder).get(link.key) is not d for d in inside):  # else it is one of these
+            yield next((d for d in inside if link.key in d), vars(holder)), link.key

@@ -86,9 +86,10 @@ class ProgramHandle:
         and the compiled module has to have them, and whatever else its graph was made for, where it
         had them; else only the address of the first tensor is looked at. With gradients enabled,
         none may be required, and no argument may carry a tangent. Not compared are hooks, code,
-        attributes of a class or of an object with slots, globals, ``.grad`` and Python attributes
-        of tensors, and what a function reads that is no method of a module. What the compiled
-        function does to Python objects after its graph is not done.
+        attributes of a class, globals, ``.grad`` and Python attributes of tensors, and what a
+        function reads that is no method of a module; nor, once it was called, attributes of an
+        object with slots, and defaults and closures of functions. What the compiled function does
+        to Python objects after its graph is not done.
 
         Args:
             args: tensors and numbers.

@@ -6,10 +6,13 @@ function that says what it gives.
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -28,7 +31,7 @@ from torch_bcg.metadata.registration import (
     registrations_of,
     shown_of,
 )
-from torch_bcg.metadata.schema import contents_of, kind_at, leaves
+from torch_bcg.metadata.schema import container_of, contents_of, kind_at, leaves, outline_of
 
 
 def transaction() -> Any | None:
@@ -121,18 +124,57 @@ _OF_CLASS = re.compile(
 )
 
 
+class Link(NamedTuple):
+    """One step on a way through a module.
+
+    Attributes:
+        kind: an attribute; what a container has under a key or at a place; the key that a dict, or
+            what a set, has at a place; what a dict has under that key.
+        key: the name, the key or the place.
+    """
+
+    kind: Literal["attribute", "item", "key", "value"]
+    key: Any
+
+    def __str__(self) -> str:
+        return f".{self.key}" if self.kind == "attribute" else f"[{self.key!r}]"
+
+    def of(self, holder: Any) -> Any:
+        """Where it leads; what was derived from a container of Python is not asked itself."""
+        if self.kind == "attribute":
+            return getattr(holder, self.key)
+        base, key = container_of(holder), self.key
+        if self.kind != "item":
+            key = [*base.__iter__(holder)][key]
+        return key if self.kind == "key" else base.__getitem__(holder, key)
+
+
+Way = tuple[Link, ...]
+
+
+class _Missing:
+    """What is where a way leads nowhere."""
+
+
+MISSING = _Missing()
+
+
 @dataclass(frozen=True)
 class Premises:
     """What Dynamo made a graph for, of the module whose method it compiled.
 
+    Instances that share the graph differ in which objects they have, but for functions and such.
+
     Attributes:
         tensors: placeholders -> where in the module they are, see `value_in`.
-        outlines: where guards look in it -> the class of what is there, or `contents_of` that.
+        outlines: where guards look in it -> what tells of what is there, and what that told.
+        shared: where the module has what it has elsewhere as well -> where that is.
         unknown: what nobody can tell of it, "" if all is told.
     """
 
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    outlines: Mapping[str, object] = field(default_factory=dict)
+    tensors: Mapping[str, Way] = field(default_factory=dict)
+    outlines: Mapping[Way, tuple[Callable[[Any], object], object]] = field(default_factory=dict)
+    shared: Mapping[Way, Way] = field(default_factory=dict)
     unknown: str = ""
 
 
@@ -141,7 +183,7 @@ def premises_of(gm: fx.GraphModule) -> Premises:
     if transaction() is None:
         return Premises()
     try:
-        guards = [(_text_behind(g), _compared_by(g)) for g in _guards()]
+        guards = [(_text_behind(g), g.create_fn_name()) for g in _guards()]
     except BindingError as error:  # nobody may ever call the program directly
         return Premises(unknown=error.expected)
     texts = {p.name: text for p in _placeholders(gm) if (text := source_text(p))}
@@ -150,22 +192,155 @@ def premises_of(gm: fx.GraphModule) -> Premises:
         of_modules = re.compile(r".*_(parameters|buffers|modules)\[")
         lost = any(map(of_modules.match, [*texts.values(), *(text for text, _ in guards)]))
         return Premises(unknown="which module the code belongs to" if lost else "")
-    tensors = {n: t.removeprefix(root) for n, t in texts.items() if t.startswith(root)}
-    seen: dict[str, set[Guard]] = {}
-    for text, compared in guards:
-        whole = _of_instance(text)
-        if whole.startswith(root) and whole != root:
-            seen.setdefault(whole.removeprefix(root), set()).add(compared)
-    outlines = {
-        way: (type if compared == {"type"} else contents_of)(value_in(module, way))
-        for way, compared in seen.items()
-    }
-    return Premises(tensors, outlines)
+    tensors = {n: way for n, t in texts.items() if root in t and (way := _way_of(t, root))}
+    seen: dict[Way, set[str]] = {}
+    for text, kind in guards:
+        way = _way_of(text, root) if root in text else ()
+        if way is None:
+            return Premises(unknown=text)
+        if way:
+            seen.setdefault(way, set()).update([kind] if _of_instance(text) == text else [_CLASS])
+    values = {way: value_in(module, way) for way in (*tensors.values(), *seen)}
+    arguments = {id(values[way]) for way in tensors.values()}
+    outlines: dict[Way, tuple[Callable[[Any], object], object]] = {}
+    shared: dict[Way, Way] = {}
+    first: dict[int, Way] = {id(module): ()}
+    for way in (*tensors.values(), *sorted(seen, key=lambda way: _TWICE in seen[way])):
+        value, kinds = values[way], seen.get(way, set())
+        other = first.setdefault(id(value), way)
+        tied = _TWICE in kinds or isinstance(value, (torch.Tensor, torch.nn.Module))
+        if tied and way != other:  # else its twin is not the module's
+            shared[way], kinds = other, kinds - {_TWICE}
+        told_by = _told_by(value, kinds, id(value) in arguments)
+        if told_by is None:
+            return Premises(unknown=text_of(way))
+        outlines[way] = told_by, told_by(value)
+    return Premises(tensors, outlines, shared)
 
 
-def value_in(module: object, way: str) -> object:
-    """What a module has at one of these ways; None if it has nothing there."""
-    return _object_at(f"M{way}", {"M": module})
+_TWICE, _CLASS = "DUPLICATE_INPUT", "of a class"
+# Guards that say no more of a value than that, or of its class or attributes.
+_OF_TYPE = {"TYPE_MATCH", "NOT_NONE_MATCH", "HASATTR", "NOT_PRESENT_IN_GENERIC_DICT"}
+
+
+def _told_by(value: object, kinds: set[str], argument: bool) -> Callable[[Any], object] | None:
+    """What tells whether there is the same in what guards of some kinds compare; None: nothing."""
+    if kinds <= _OF_TYPE or type(value) in (type(None), type(...), type(NotImplemented)):
+        return type
+    if isinstance(value, torch.Tensor):
+        return _tensor if argument else _constant
+    if outline_of(value) is not type(value):
+        return whole if kinds & {"EQUALS_MATCH", "CONSTANT_MATCH"} else contents_of
+    if _CLASS in kinds:
+        return type
+    return _identity if value is not MISSING and _identity(value) else None
+
+
+def whole(value: object) -> object:
+    """All that is in a value."""
+    return contents_of(value, whole=True)
+
+
+def _tensor(x: object) -> object:
+    """What every tensor in its place has to have; sizes are the program's."""
+    return isinstance(x, torch.Tensor) and (type(x), x.requires_grad, x.dtype, x.device)
+
+
+def _constant(x: object) -> object:
+    """The same of a tensor that is no argument."""
+    return _tensor(x) and (_tensor(x), getattr(x, "shape", None))
+
+
+def _identity(x: Any) -> object:
+    """Which object it is, held by nobody here, of a function its code; None if that is no use."""
+    if isinstance(x, types.MethodType):
+        return _identity(x.__func__)
+    x = x.__code__ if isinstance(x, types.FunctionType) else x
+    try:
+        return id(x), weakref.ref(x)
+    except TypeError:
+        return None
+
+
+def along(module: object, way: Way) -> Iterator[object]:
+    """A module, and what a way leads to, link by link; the last is MISSING if there is nothing."""
+    value = module
+    yield value
+    for link in way:
+        try:
+            value = link.of(value)
+        except Exception:  # attributes of anybody's objects raise anything
+            value = MISSING
+        yield value
+        if value is MISSING:
+            return
+
+
+def value_in(module: object, way: Way) -> object:
+    """What a module has where a way leads."""
+    return [*along(module, way)][-1]
+
+
+def text_of(way: Way) -> str:
+    """A way as it is written."""
+    return "".join(map(str, way)).removeprefix(".")
+
+
+def _way_of(text: str, root: str) -> Way | None:
+    """From a module to what Dynamo's text says; None if it cannot be followed step by step.
+
+    Args:
+        text: may say what a class has until an instance has its own. What else is reached through a
+            class has no way, (): classes are not compared.
+        root: the text of the module.
+    """
+    try:
+        tree = ast.parse(_of_instance(text).replace(root, "M"), mode="eval").body
+        return () if any(map(_is_class, ast.walk(tree))) else _links(tree)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _is_class(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(ast.Name("type")) | ast.Attribute(ast.Attribute(_, "__class__")):
+            return True
+    return False
+
+
+def _links(node: ast.expr) -> Way:
+    match node:
+        case ast.Name("M"):
+            return ()
+        case ast.Attribute(holder, name):
+            return *_links(holder), Link("attribute", name)
+        case ast.Call(ast.Name("getattr"), [holder, ast.Constant(name)]):
+            return *_links(holder), Link("attribute", name)
+        case ast.Subscript(
+            ast.Call(
+                ast.Name("list"), [ast.Call(ast.Attribute(ast.Name("dict"), "keys"), [holder])]
+            )
+            | ast.Call(ast.Name("list"), [holder]),
+            ast.Constant(place),
+        ):
+            return *_links(holder), Link("key", place)
+        case ast.Subscript(holder, key) | ast.Call(
+            ast.Attribute(ast.Name("dict" | "list"), "__getitem__"), [holder, key]
+        ):
+            way = _links(holder)
+            return *way, _item(way, key)
+    raise ValueError(ast.unparse(node))
+
+
+def _item(holder: Way, key: ast.expr) -> Link:
+    match key:
+        case ast.Attribute(ast.Name("torch"), name):  # a dtype
+            return Link("item", getattr(torch, name))
+        case ast.Subscript(ast.Call()):  # list(dict.keys(X))[n] in X
+            inside = _links(key)
+            if inside[:-1] == holder and inside[-1].kind == "key":
+                return Link("value", inside[-1].key)
+    return Link("item", ast.literal_eval(key))
 
 
 def _of_instance(text: str) -> str:

@@ -3,9 +3,11 @@
 Each test changes one thing between calls that a guard of Dynamo's looks at.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
+import enum
 import functools
 import warnings
 
@@ -281,6 +283,167 @@ def test_other_parts_of_a_module(device, what):
                 with pytest.raises(MisfitError):
                     stale(x)
             assert_same(compiled(x), Varied.forward(model, x))
+
+
+def put(*keys_and_value):
+    """A change: another value under the last of the keys in what a module holds."""
+    *keys, last, value = keys_and_value
+
+    def change(model):
+        held = model.held
+        for key in keys:
+            held = held[key]
+        held[last] = value
+
+    return change
+
+
+def hold(value):
+    """A change: a module holds something else."""
+    return lambda model: setattr(model, "held", value)
+
+
+def again(model):
+    """The first of a dict is the last."""
+    key = next(iter(model.held))
+    model.held[key] = model.held.pop(key)
+
+
+def chained(values, x):
+    for value in values:
+        x = value(x - 0.1) if callable(value) else x / (1 + value) + value
+    return x
+
+
+class Choice(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+class MyList(list):
+    """A class of its own."""
+
+
+HELD = {  # held -> how it is read -> what changes
+    "under a tuple": (lambda: {(0, "k"): 1.5}, lambda h, x: x * h[0, "k"], put((0, "k"), 7.0)),
+    "under a negative number": (lambda: {-1: 1.5}, lambda h, x: x * h[-1], put(-1, 7.0)),
+    "under None": (lambda: {None: 1.5}, lambda h, x: x * h[None], put(None, 7.0)),
+    "under a quote": (lambda: {"a'b": 1.5}, lambda h, x: x * h["a'b"], put("a'b", 7.0)),
+    "under an enum": (
+        lambda: {Choice.TWO: 2.5, Choice.ONE: 1.5},
+        lambda h, x: x * h[Choice.ONE],
+        put(Choice.ONE, 7.0),
+    ),
+    "under a dtype": (
+        lambda: {torch.float32: 1.5}, lambda h, x: x * h[x.dtype], put(torch.float32, 7.0),
+    ),
+    "a module under a tuple": (
+        lambda: {(0, 1): nn.Softmax(0)}, lambda h, x: h[0, 1](x), put((0, 1), nn.ReLU()),
+    ),
+    "length": (lambda: [1.0], lambda h, x: x * len(h), lambda m: m.held.append(1.0)),
+    "truth": (list, lambda h, x: x * 2 if h else x, lambda m: m.held.append(1.0)),
+    "no items": (list, chained, lambda m: m.held.append(nn.ReLU())),
+    "other keys": (
+        lambda: {"a": 1.0},
+        lambda h, x: x * h.get("q", 3.0),
+        lambda m: (m.held.clear(), m.held.update(q=2.0)),
+    ),
+    "order": (lambda: {"a": 1.0, "b": 2.0}, lambda h, x: chained(h.values(), x), again),
+    "order of modules": (
+        lambda: nn.ModuleDict({"r": nn.Tanh(), "t": nn.Softmax(-1)}),
+        lambda h, x: chained(h.values(), x),
+        again,
+    ),
+    "ordered": (
+        lambda: collections.OrderedDict(a=1.0, b=2.0),
+        lambda h, x: chained(h.values(), x),
+        lambda m: m.held.move_to_end("a"),
+    ),
+    "in a deque": (lambda: collections.deque([1.5]), lambda h, x: x * h[0], put(0, 7.0)),
+    "in a list of its own class": (lambda: MyList([1.5]), lambda h, x: x * h[0], put(0, 7.0)),
+    "counted": (lambda: collections.Counter(a=2), lambda h, x: x * h["a"], put("a", 5)),
+    "a function": (lambda: torch.relu, lambda h, x: h(x - 1), hold(torch.tanh)),
+    "a function of Python": (lambda: nn.functional.silu, lambda h, x: h(x), hold(nn.functional.relu)),
+    "a function in a list": (lambda: [torch.relu], lambda h, x: h[0](x), put(0, torch.tanh)),
+    "partly called": (
+        lambda: functools.partial(nn.functional.leaky_relu, negative_slope=0.5),
+        lambda h, x: h(x),
+        hold(functools.partial(nn.functional.leaky_relu, negative_slope=0.1)),
+    ),
+    "complex": (lambda: 2j, lambda h, x: x * abs(h), hold(5j)),
+    "bytes": (lambda: b"a", lambda h, x: x * (2 if h == b"a" else 3), hold(b"b")),
+    "a class": (lambda: nn.ReLU, lambda h, x: x * (2 if h is nn.ReLU else 3), hold(nn.GELU)),
+    "a layout": (
+        lambda: torch.strided,
+        lambda h, x: x * (2 if h is torch.strided else 3),
+        hold(torch.sparse_coo),
+    ),
+    "a long tuple": (
+        lambda: (*range(2000),), lambda h, x: x * (2 if 7 in h else 3), hold((9,) * 2000),
+    ),
+    "untied": (
+        lambda: nn.ParameterList([nn.Parameter(torch.ones(6))] * 2),
+        lambda h, x: x * h[0] + h[1],
+        lambda m: setattr(m.held, "1", nn.Parameter(torch.full((6,), 3.0))),
+    ),
+    "requires_grad": (
+        lambda: nn.Linear(6, 6),
+        lambda h, x: h(x) * (2 if h.weight.requires_grad else 3),
+        lambda m: m.requires_grad_(False),
+    ),
+    "only a size": (
+        lambda: nn.Buffer(torch.ones(3)), lambda h, x: x * h.shape[0], hold(nn.Buffer(torch.ones(9))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_module_holds(device, what, when):
+    """It changes before its program is called for the first time, or after that."""
+    held, read, change = HELD[what]
+
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = held()
+
+        def forward(self, x):
+            return read(self.held, plus_one(x))
+
+    model = Holding().to(device)
+    compiled = torch.compile(model, backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        x = rows(device)
+        if when == "after":
+            assert_same(program(x), (model(x),))
+        change(model.to(device))
+        with pytest.raises(MisfitError):
+            program(x)
+
+
+class Limited(nn.Module):
+    """Reads what nobody can tell apart from another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.info = torch.finfo(torch.float16)
+
+    def forward(self, x):
+        return plus_one(x).clamp(max=self.info.max)
+
+
+def test_a_module_of_which_something_cannot_be_compared(device):
+    compiled = torch.compile(Limited(), backend="bcg")
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(rows(device))
+        (program,) = torch_bcg.programs(compiled)
+        with pytest.raises(MisfitError, match=r"(?s)info.*can be compared"):
+            program(rows(device))
 
 
 def handed_on(forward):
