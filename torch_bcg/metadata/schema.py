@@ -14,6 +14,7 @@ import functools
 import operator
 import types
 import typing
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -119,33 +120,45 @@ def outline_of(value: object) -> object:
     Nothing of it belongs to anybody else, and nobody's code runs for it.
     """
     kind = type(value)
-    if kind is float:
+    if kind is float or kind is complex:
         return kind, repr(value)  # as a text NaN equals itself
-    if kind in (bool, int, str, torch.dtype, torch.device):
+    if kind in _VALUES:
         return kind, value
     if isinstance(value, enum.Enum):
         return kind, value.name
-    if kind is dict:
-        assert isinstance(value, dict)
-        return kind, tuple([k if type(k) in (int, str) else id(k) for k in value])
-    if kind in (set, frozenset):
-        assert isinstance(value, (set, frozenset))
-        return kind, frozenset(k if type(k) in (int, str) else id(k) for k in value)
-    return (kind, len(value)) if isinstance(value, (list, tuple)) and kind in _PLAIN else kind
+    base = container_of(value)
+    if base is None:
+        return kind
+    if base in _PLAIN:
+        return kind, base.__len__(value)
+    keys = [k if type(k) in (int, str) else id(k) for k in base.__iter__(value)]
+    return kind, (frozenset if base in (set, frozenset) else tuple)(keys)
 
 
-_PLAIN = (list, tuple)
+_VALUES = (
+    bool, int, str, bytes, range, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+# The order of an OrderedDict is its own, that of other dicts the one of dict.
+_CONTAINERS = (list, tuple, OrderedDict, dict, set, frozenset, deque)
+_PLAIN = (list, tuple, deque)
 _MOST = 1000  # values of a container that are compared one by one
 
 
-def contents_of(value: object, depth: int = 3) -> object:
-    """`outline_of` a value, and of a container that is not large of what is in it."""
+def container_of(value: object) -> Any:
+    """The class of Python that makes a value the container it is, whatever was derived from it.
+
+    None: it is no container.
+    """
+    return next((base for base in _CONTAINERS if isinstance(value, base)), None)
+
+
+def contents_of(value: object, whole: bool = False, depth: int = 3) -> object:
+    """`outline_of` a value, and of what is in a container: unless it is large or deep, or whole."""
+    base = container_of(value)
     inside: Iterable[object] = ()
-    if depth and type(value) in (*_PLAIN, dict):
-        assert isinstance(value, (list, tuple, dict))
-        if len(value) <= _MOST:
-            inside = value.values() if isinstance(value, dict) else value
-    return outline_of(value), *(contents_of(x, depth - 1) for x in inside)
+    if isinstance(value, (*_PLAIN, dict)) and (whole or (depth and base.__len__(value) <= _MOST)):
+        inside = dict.values(value) if isinstance(value, dict) else base.__iter__(value)
+    return outline_of(value), *(contents_of(x, whole, depth - 1) for x in inside)
 
 
 def items(x: object) -> Iterator[tuple[Step, Any]]:
