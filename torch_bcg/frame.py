@@ -47,7 +47,7 @@ def watched_settings() -> Callable[[], str]:
     determinism and the default dtype, and modes of torch functions, which make the default device.
     """
     guard = getattr(guards, "GlobalStateGuard", None)
-    modes = getattr(torch.overrides, "_get_current_function_mode_stack", lambda: None)
+    modes: Any = getattr(torch.overrides, "_get_current_function_mode_stack", lambda: None)
     current = transaction()
     # Dynamo has taken them off while it calls the backend.
     on = getattr(current.output, "torch_function_mode_stack", None) if current else modes()
