@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,7 +58,8 @@ class Watched:
             if premises.outlines.get(way, (type, None))[0] in (contents_of, whole):
                 inside[id(value)] = value
         self._dicts = [d for d, _ in places.values()]
-        self._keys = [key for _, key in places.values()]
+        # As names are interned that dicts have: the same object is found at once.
+        self._keys = [sys.intern(k) if type(k) is str else k for _, k in places.values()]
         self._values = [dict.get(d, key, _NOTHING) for d, key in places.values()]
         groups: dict[Any, list[Any]] = {}
         for one in inside.values():

@@ -47,11 +47,13 @@ def watched_settings() -> Callable[[], str]:
     determinism and the default dtype, and modes of torch functions, which make the default device.
     """
     guard = getattr(guards, "GlobalStateGuard", None)
-    modes: Any = getattr(torch.overrides, "_get_current_function_mode_stack", lambda: None)
+    modes: Any = getattr(torch.overrides, "_get_current_function_mode_stack", None)
+    if guard is None or modes is None:
+        return lambda: "this torch does not say"
     current = transaction()
     # Dynamo has taken them off while it calls the backend.
     on = getattr(current.output, "torch_function_mode_stack", None) if current else modes()
-    if guard is None or on is None:
+    if on is None:
         return lambda: "this torch does not say"
     then, modes_then = guard(), _said(on)
 

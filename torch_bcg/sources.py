@@ -294,9 +294,12 @@ def _way_of(text: str, root: str) -> Way | None:
             class has no way, (): classes are not compared.
         root: the text of the module.
     """
+    text = _of_instance(text).replace(root, "M")
     try:
-        tree = ast.parse(_of_instance(text).replace(root, "M"), mode="eval").body
-        return () if any(map(_is_class, ast.walk(tree))) else _links(tree)
+        tree = ast.parse(text, mode="eval").body
+        if "type(" in text or "__class__" in text:  # maybe in a key
+            return () if any(map(_is_class, ast.walk(tree))) else _links(tree)
+        return _links(tree)
     except (SyntaxError, ValueError):
         return None
 

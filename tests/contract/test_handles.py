@@ -285,17 +285,9 @@ def test_other_parts_of_a_module(device, what):
             assert_same(compiled(x), Varied.forward(model, x))
 
 
-def put(*keys_and_value):
-    """A change: another value under the last of the keys in what a module holds."""
-    *keys, last, value = keys_and_value
-
-    def change(model):
-        held = model.held
-        for key in keys:
-            held = held[key]
-        held[last] = value
-
-    return change
+def put(key, value):
+    """A change: another value in what a module holds."""
+    return lambda model: model.held.__setitem__(key, value)
 
 
 def hold(value):
