@@ -953,16 +953,18 @@ AT = {
 }
 
 
+@pytest.mark.parametrize("rows_are", ["facts", "independent"])
 @pytest.mark.parametrize("name", AT)
-def test_given_places_in_merged_rows(device, name):
+def test_given_places_in_merged_rows(device, name, rows_are):
     """They are those of the call, of which a trial shows nothing while they lie in front."""
 
     def fn(x, i):
         return AT[name](x * 2, i)
 
     compiled = torch.compile(
-        fn, backend="bcg", dynamic=True, options={"buckets": LADDER, "bucket_dim": ("x", 1)}
-    )
+        fn, backend="bcg", dynamic=True,
+        options={"buckets": LADDER, "bucket_dim": ("x", 1), "rows": rows_are},
+    )  # fmt: skip
     with torch.no_grad():
         for n, places in ((13, (1, 5)), (13, (0, 4)), (11, (1, 5)), (13, (12, 25)), (5, (2, 9))):
             x, i = torch.randn(2, n, 3, device=device), torch.tensor(places, device=device)

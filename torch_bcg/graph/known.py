@@ -19,6 +19,7 @@ LOOKED_UP = "padded rows as an index"
 DIVIDED_BY = "padded rows as a divisor"
 OF_SIZE = (LOOKED_UP, DIVIDED_BY)  # what one padded size does and another may not
 TOP_K = "top-k over tokens"
+COUNTED_THROUGH = "rows counted through"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from torch_bcg.graph.ir import (
     TensorSpec,
     Value,
 )
-from torch_bcg.graph.known import TOP_K, WRITTEN, Facts, Mixing, TensorFact
+from torch_bcg.graph.known import COUNTED_THROUGH, TOP_K, WRITTEN, Facts, Mixing, TensorFact
 from torch_bcg.graph.lower import Lowering
 from torch_bcg.graph.sorting import where
 
@@ -150,8 +150,10 @@ class _Padder:
     def is_refused(self, m: Mixing) -> bool:
         if m.kind == WRITTEN and self.is_outer(m.storage):
             return m.index not in self.declared
-        # Nobody's word makes equal numbers be chosen alike among more of them.
-        return m.decided and (not self.request.independent or m.kind == TOP_K)
+        # Nobody's word makes equal numbers be chosen alike among more of them, or gives a row of
+        # merged ones the number that it has in the call.
+        certain = m.kind in (TOP_K, COUNTED_THROUGH)
+        return m.decided and (certain or not self.request.independent)
 
     def is_outer(self, storage: int) -> bool:
         """Whether memory is the caller's, or of a parameter or buffer."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from torch_bcg.graph.known import WRITTEN
+from torch_bcg.graph.known import COUNTED_THROUGH, WRITTEN
 from torch_bcg.graph.rows.call import POSITIONS, Call, dims_of
 from torch_bcg.graph.rows.states import ODD, Merged, State, States, Token, fresh
 
 MASKS = (torch.bool, torch.uint8)
-COUNTED_THROUGH = "rows counted through"
 
 
 def _at(call: Call, state: State, positions: torch.Tensor, size: object) -> None:
